@@ -1,0 +1,156 @@
+"""What a caller can set: the tree (`Speculation`) and the request (`Sampling`). Both are checked at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eaglejax.errors import ConfigError
+
+MAX_STEPS, MAX_NODES = 32, 256
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; numbers written as text are taken, as they come from command lines."""
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            value = value or "''"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError("not a whole number", where=name, found=repr(value))
+    value = int(value.__index__())
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError("out of range", where=name, found=value, expected=span)
+    return value
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """The draft tree of each cycle (EAGLE-2's dynamic tree, arXiv:2406.16858, in SGLang's units).
+
+    Arguments:
+        num_steps: S, levels of the tree below its root. 0 is plain decoding.
+        topk: K, children kept per level. 1 is a chain.
+        num_draft_tokens: N, nodes verified, the root (the last committed token) included. None: S + 1 for a chain, else
+            the whole pool of candidates up to 64. A chain is always S + 1.
+        score_temperature: divides the draft's logits before the scores are taken; 1 is the reference's tree exactly.
+            One number, or one per level.
+        coupled: at temperature > 0 the draft's choice uses the noise that the target will draw with. The text is the same either way.
+        coupling: c, divides (logits / T + noise) in the coupled score.
+    """
+
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int | None = None
+    score_temperature: float | tuple[float, ...] = 1.0
+    coupled: bool = True
+    coupling: float = 1.0
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)
+        put("num_steps", _whole("num_steps", self.num_steps, 0, MAX_STEPS))
+        put("topk", _whole("topk", self.topk, 1, 64))
+        steps, topk = self.num_steps, self.topk
+        pool = self.pool_size
+        if self.num_draft_tokens is None:
+            put("num_draft_tokens", steps + 1 if topk == 1 else min(64, pool + 1))
+        nodes = _whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_NODES)
+        put("num_draft_tokens", nodes)
+        if steps == 0 and nodes != 1:
+            raise ConfigError(
+                "plain decoding (num_steps 0) verifies one node", where="num_draft_tokens", found=nodes, expected=1
+            )
+        if topk == 1 and nodes != steps + 1:
+            raise ConfigError(
+                "a chain (topk 1) verifies num_steps + 1 nodes, the root included",
+                where="num_draft_tokens",
+                found=nodes,
+                expected=steps + 1,
+            )
+        if steps and nodes < 2:
+            raise ConfigError(
+                "a tree holds at least its root and one candidate", where="num_draft_tokens", found=nodes, expected="2 or more"
+            )
+        if nodes - 1 > pool:
+            raise ConfigError(
+                "the tree cannot be filled: topk + (num_steps - 1) * topk^2 candidates are grown and num_draft_tokens - 1 kept",
+                where="num_draft_tokens",
+                found=nodes,
+                expected=f"at most {pool + 1} for num_steps {steps}, topk {topk}",
+            )
+        scale = self.score_temperature
+        scales = tuple(scale) if isinstance(scale, Sequence) else (scale,) * max(steps, 1)
+        if len(scales) != max(steps, 1) or not all(math.isfinite(x) and x > 0 for x in scales):
+            raise ConfigError(
+                "one positive number, or one per level", where="score_temperature", found=scale, expected=f"{steps} numbers > 0"
+            )
+        put("score_temperature", tuple(float(x) for x in scales))
+        if not (math.isfinite(self.coupling) and self.coupling > 0):
+            raise ConfigError("a positive number", where="coupling", found=self.coupling)
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates grown below the root: K + (S - 1) K^2."""
+        return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
+
+    @property
+    def nodes(self) -> int:
+        """N, the root included."""
+        assert self.num_draft_tokens is not None
+        return self.num_draft_tokens
+
+    def describe(self) -> str:
+        if self.num_steps == 0:
+            return "plain decoding"
+        shape = "chain" if self.topk == 1 else "tree"
+        return f"{shape} ({self.num_steps}, {self.topk}, {self.nodes}): num_steps, topk, num_draft_tokens"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One request. Filters apply in the order temperature, top_k, top_p, min_p, on every token alike.
+
+    Arguments:
+        max_new_tokens: tokens to make at most, EOS or stop id included.
+        temperature: 0 is argmax.
+        top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
+        seed: None draws a fresh seed per request (returned in stats.seed); a given seed holds for each prompt by itself.
+        stop: strings that end the text before the match. stop_token_ids: ids that end it, kept in token_ids.
+        ignore_eos: run on past EOS; stop_token_ids still stop.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = field(default_factory=list)
+    stop_token_ids: Sequence[int] = field(default_factory=list)
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)
+        put("max_new_tokens", _whole("max_new_tokens", self.max_new_tokens, 0))
+        put("top_k", _whole("top_k", self.top_k, 0))
+        for name, low, high in (("temperature", 0.0, 1e4), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError("not a number", where=name, found=repr(value)) from None
+            if not low <= number <= high or (name == "top_p" and number == 0):
+                raise ConfigError("out of range", where=name, found=value, expected=f"{low:g} to {high:g}")
+            put(name, number)
+        if self.seed is not None:
+            put("seed", _whole("seed", self.seed, 0, 2**63 - 1))
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ConfigError("stop strings are non-empty text", where="stop", found=self.stop)
+        put("stop", tuple(stop))
+        ids = [_whole("stop_token_ids", i, 0) for i in self.stop_token_ids]
+        put("stop_token_ids", tuple(ids))

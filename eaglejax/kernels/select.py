@@ -1,0 +1,25 @@
+"""Which form of each kernel runs where. One place, by name, reported by `describe`."""
+
+from __future__ import annotations
+
+import jax
+
+CPU_PREFIX_BLOCK = 256
+
+
+def prefix_block(cached_rows: int) -> int | None:
+    """Rows of the cache read at a time by tree attention, or None for the whole cache at once.
+
+    On a CPU a loop over blocks reads only as far as the longest slot. On a GPU a loop of unknown length costs a host round trip per layer,
+    so the whole (masked) cache is read there.
+    """
+    if jax.default_backend() == "cpu" and cached_rows > CPU_PREFIX_BLOCK:
+        return CPU_PREFIX_BLOCK
+    return None
+
+
+def describe() -> list[str]:
+    """One line per kernel for the load report."""
+    backend = jax.default_backend()
+    form = "jnp, cache read in blocks up to the longest slot" if backend == "cpu" else "XLA, whole cache masked by length"
+    return [f"tree attention: {form} ({backend})", f"experts: jnp, touched experts only ({backend})"]
