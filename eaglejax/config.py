@@ -12,7 +12,7 @@ from eaglejax.errors import ConfigError
 MAX_STEPS, MAX_NODES = 32, 256
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int in [low, high]; numbers written as text are taken, as they come from command lines."""
     if isinstance(value, str):
         try:
@@ -52,13 +52,13 @@ class Speculation:
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
-        put("num_steps", _whole("num_steps", self.num_steps, 0, MAX_STEPS))
-        put("topk", _whole("topk", self.topk, 1, 64))
+        put("num_steps", whole_number("num_steps", self.num_steps, 0, MAX_STEPS))
+        put("topk", whole_number("topk", self.topk, 1, 64))
         steps, topk = self.num_steps, self.topk
         pool = self.pool_size
         if self.num_draft_tokens is None:
             put("num_draft_tokens", steps + 1 if topk == 1 else min(64, pool + 1))
-        nodes = _whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_NODES)
+        nodes = whole_number("num_draft_tokens", self.num_draft_tokens, 1, MAX_NODES)
         put("num_draft_tokens", nodes)
         if steps == 0 and nodes != 1:
             raise ConfigError(
@@ -135,8 +135,8 @@ class Sampling:
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
-        put("max_new_tokens", _whole("max_new_tokens", self.max_new_tokens, 0))
-        put("top_k", _whole("top_k", self.top_k, 0))
+        put("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, 0))
+        put("top_k", whole_number("top_k", self.top_k, 0))
         for name, low, high in (("temperature", 0.0, 1e4), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
             try:
@@ -147,10 +147,10 @@ class Sampling:
                 raise ConfigError("out of range", where=name, found=value, expected=f"{low:g} to {high:g}")
             put(name, number)
         if self.seed is not None:
-            put("seed", _whole("seed", self.seed, 0, 2**63 - 1))
+            put("seed", whole_number("seed", self.seed, 0, 2**63 - 1))
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if not all(isinstance(s, str) and s for s in stop):
             raise ConfigError("stop strings are non-empty text", where="stop", found=self.stop)
         put("stop", tuple(stop))
-        ids = [_whole("stop_token_ids", i, 0) for i in self.stop_token_ids]
+        ids = [whole_number("stop_token_ids", i, 0) for i in self.stop_token_ids]
         put("stop_token_ids", tuple(ids))

@@ -131,12 +131,14 @@ class TargetConfig:
 class DraftConfig:
     """An EAGLE-3 draft (arXiv:2503.01840) in any of its released formats.
 
-    `boundaries`: the captured residual streams, boundary b = after b blocks of the target, in the order in which fc reads them.
+    `boundaries`: the captured residual streams, boundary b = after b blocks of the target, in the order in which fc reads them;
+    empty only for a draft read without its target whose config does not name them. `captures`: how many fc joins.
     `fc`: whether a projection from the captures to `hidden_size` exists. `fc_bias`: with bias.
     `norm_before_residual`: the residual stream starts from hidden_norm(g) in place of g.
     `norm_before_fc`: one RMSNorm over the concatenated captures. `fc_norm`: one RMSNorm per capture.
+    `target_norm_eps`: the captured state first passes the target's final norm (ModelOpt without auxiliary states), else None.
     `norm_output`: the state after the final norm is fed back to the next step (EAGLE-3.1).
-    `input_norm`: input_layernorm on the token embedding of the first layer. `final_norm`: norm before the head.
+    `input_norm`, `hidden_norm`: norms of the first layer's two inputs, token embedding and hidden state. `final_norm`: norm before the head.
     `layers`: the first reads [embedding, hidden] (2 x hidden_size wide), the others are ordinary decoder blocks.
     """
 
@@ -154,7 +156,10 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     input_norm: bool = True
+    hidden_norm: bool = True
     final_norm: bool = True
     own_embedding: bool = False
     own_head: bool = True
     max_position: int = 0
+    captures: int = 3
+    target_norm_eps: float | None = None

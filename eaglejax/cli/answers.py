@@ -1,0 +1,118 @@
+"""What the runner says about an answer: the closing line for people, the JSON object for machines. Compilation is told apart from decoding."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eaglejax.config import Speculation
+from eaglejax.generation import Generation
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call of the engine, from its start to its last token.
+
+    first: until the first token was there, compilation included. decode: after that, compilation left out.
+    compile_first, compile_decode: spent on compilation in each of the two parts.
+    """
+
+    first: float
+    compile_first: float
+    decode: float
+    compile_decode: float
+
+
+def acceptance(answers: Sequence[Generation], levels: int) -> tuple[list[float], list[float]]:
+    """Per level of the tree: share of all cycles that accepted there, and share of the cycles that had accepted at the level above.
+
+    Cycles of all answers are pooled. NaN where no cycle got to the level above.
+    """
+    counts = [count for answer in answers for count in answer.stats.accepted_per_cycle]
+    reached = [sum(count >= level for count in counts) for level in range(levels + 1)]
+    of_all = [_share(n, reached[0]) for n in reached[1:]]
+    of_reaching = [_share(n, above) for above, n in zip(reached, reached[1:], strict=False)]
+    return of_all, of_reaching
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def closing_line(answers: Sequence[Generation], spec: Speculation, times: Times) -> str:
+    """The figures of one call, for people."""
+    tokens = sum(answer.stats.new_tokens for answer in answers)
+    head = f"{tokens} tokens" if len(answers) == 1 else f"{len(answers)} answers, {tokens} tokens"
+    parts = [f"{head}: first after {times.first:.2f} s{_compiling(times.compile_first)}"]
+    rate = _share(tokens - len(answers), times.decode)
+    if rate > 0:
+        parts.append(f"then {rate:.1f} tokens/s")
+        if times.compile_decode >= 0.05:
+            parts[-1] += f" (compiling took {times.compile_decode:.2f} s more, not counted)"
+    return ", ".join(parts) + "\n" + _speculation_line(answers, spec)
+
+
+def _compiling(seconds: float) -> str:
+    return f" ({seconds:.2f} s of it compiling)" if seconds >= 0.05 else ""
+
+
+def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
+    cycles = sum(answer.stats.cycles for answer in answers)
+    if spec.num_steps == 0:
+        return f"plain decoding, {cycles} steps"
+    if cycles == 0:
+        return f"{spec.describe()}; no cycle was run"
+    accepted = sum(sum(answer.stats.accepted_per_cycle) for answer in answers)
+    of_all, of_reaching = acceptance(answers, spec.num_steps)
+    levels = ", ".join(map(str, range(1, spec.num_steps + 1)))
+    return (
+        f"{spec.describe()}; tau {accepted / cycles + 1:.2f} tokens per cycle, bonus included, over {cycles} cycles; "
+        f"accepted at level {levels}: {_percents(of_all)} of all cycles ({_percents(of_reaching)} of those that reach it)"
+    )
+
+
+def _percents(shares: Sequence[float]) -> str:
+    return ", ".join("-" if math.isnan(x) else f"{100 * x:.0f}" for x in shares) + " %"
+
+
+def to_json(answer: Generation, name: Any, spec: Speculation, times: Times) -> str:
+    """One answer as a JSON object on one line. `times` are those of the call that made it, beside others if it ran with others."""
+    stats = answer.stats
+    of_all, of_reaching = acceptance([answer], spec.num_steps)
+    return json.dumps(
+        {
+            "id": name,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": stats.new_tokens,
+            "seed": stats.seed,
+            "speculation": {
+                "num_steps": spec.num_steps,
+                "topk": spec.topk,
+                "num_draft_tokens": spec.num_draft_tokens,
+            },
+            "cycles": stats.cycles,
+            "tau": _number(stats.tau),
+            "accepted_per_cycle": stats.accepted_per_cycle,
+            "accepted_by_level_of_all_cycles": [_number(x) for x in of_all],
+            "accepted_by_level_of_cycles_that_reach_it": [_number(x) for x in of_reaching],
+            "first_token_seconds": _number(times.first),
+            "first_token_compile_seconds": _number(times.compile_first),
+            "decode_seconds": _number(times.decode),
+            "decode_compile_seconds": _number(times.compile_decode),
+            "tokens_per_second": _number(
+                _share(stats.new_tokens - 1, times.decode) if stats.new_tokens > 1 else math.nan
+            ),
+        },
+        ensure_ascii=False,
+    )
+
+
+def _number(x: float) -> float | None:
+    return None if math.isnan(x) else round(x, 4)

@@ -1,0 +1,103 @@
+"""All flags of the runner, by group: what they are called, what they take, what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from absl import flags as absl_flags
+
+
+class UsageError(Exception):
+    """A command line that cannot be meant: unknown flag, impossible value, flags that exclude each other. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. Numbers are read as text here and checked by the dataclass they end up in, so that a rule stands in one place."""
+
+    name: str
+    help: str
+    kind: Literal["text", "texts", "switch"] = "text"  # "texts" may be repeated, a "switch" has a --no form
+
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        Flag("config", "TOML file with any of the settings below; flags win over the file"),
+        Flag("model", "built-in name (smollm2), folder in Hugging Face format, .gguf file or hub id; default smollm2"),
+        Flag("draft", "EAGLE-3 draft, likewise, or none; default: smollm2-eagle3 with smollm2, else none"),
+        Flag(
+            "capture",
+            "how the draft's config numbers captured layers: auto, input, output, or boundaries such as 3,31,59",
+        ),
+        Flag("dtype", "float32 (default) or bfloat16"),
+        Flag("max_len", "tokens of prompt and answer together; default 2048"),
+        Flag("slots", "requests decoded together; default 4"),
+    ),
+    "speculation": (
+        Flag("speculation", "auto (default with a draft; for now a chain of 3) or none (plain decoding)"),
+        Flag("num_steps", "levels of the draft tree below its root; 0 is plain decoding"),
+        Flag("topk", "children kept per level; 1 is a chain"),
+        Flag(
+            "num_draft_tokens",
+            "nodes verified per cycle, root included; default: num_steps + 1, or up to 64 for a tree",
+        ),
+    ),
+    "sampling": (
+        Flag("max_new_tokens", "tokens to make at most; default 128"),
+        Flag("temperature", "0 (default) takes the likeliest token"),
+        Flag("top_k", "keep the k likeliest tokens; 0 keeps all"),
+        Flag("top_p", "keep the likeliest tokens that make up this probability; 1 keeps all"),
+        Flag("min_p", "keep tokens with at least this share of the likeliest one's probability; 0 keeps all"),
+        Flag("seed", "makes a sampled answer repeatable; default: a fresh one per request, told in --json"),
+        Flag("stop", "text that ends the answer, itself left out; may be repeated", "texts"),
+        Flag("stop_token_ids", "token ids that end the answer, such as 0,2"),
+        Flag("ignore_eos", "run on past the model's end-of-text tokens", "switch"),
+    ),
+    "prompts": (
+        Flag("prompt", "a prompt; may be repeated", "texts"),
+        Flag("prompt_file", "JSONL file of prompts; - is standard input"),
+        Flag("token_ids", "a prompt as token ids, such as 1,2,3; may be repeated", "texts"),
+        Flag("chat", "put text prompts into the model's chat template; off unless said", "switch"),
+    ),
+    "system": (Flag("system", "system message of the conversation"),),
+    "output": (
+        Flag("stream", "print the answer as it comes; default: on for a single prompt", "switch"),
+        Flag("json", "one JSON object per answer on standard output", "switch"),
+    ),
+    "run": (
+        Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),
+        Flag("traceback", "show where in the code an input was refused", "switch"),
+    ),
+}
+
+
+def define(groups: Sequence[str]) -> absl_flags.FlagValues:
+    """Flags of these groups, all unset. They are no globals: two command lines in one process do not meet."""
+    values = absl_flags.FlagValues()
+    values.set_gnu_getopt()
+    for flag in (flag for group in groups for flag in GROUPS[group]):
+        make = {
+            "text": absl_flags.DEFINE_string,
+            "texts": absl_flags.DEFINE_multi_string,
+            "switch": absl_flags.DEFINE_boolean,
+        }[flag.kind]
+        make(flag.name, None, flag.help, flag_values=values)
+    return values
+
+
+def given(values: absl_flags.FlagValues, name: str) -> Any:
+    """The flag's value, or None where it was not given, or given as "None" or nothing: scripts pass unset settings on like that."""
+    value = values[name].value if name in values else None
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
+
+
+def help_text(command: str, summary: str, groups: Sequence[str]) -> str:
+    lines = [f"usage: eaglejax {command} --flag=value ...", "", summary]
+    for group in groups:
+        lines += ["", f"{group}:"]
+        for flag in GROUPS[group]:
+            form = {"text": f"--{flag.name}=", "texts": f"--{flag.name}=", "switch": f"--[no]{flag.name}"}[flag.kind]
+            lines.append(f"  {form:<22} {flag.help}")
+    return "\n".join(lines)

@@ -1,0 +1,265 @@
+"""`EagleJaxEngine`: a target, a draft, and everything a user asks of the pair."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax import teacher
+from eaglejax.config import Sampling, Speculation
+from eaglejax.drafting import check_tree, view
+from eaglejax.errors import ConfigError, PromptError
+from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
+from eaglejax.load_report import LoadReport
+from eaglejax.loading import Pair, load_pair
+from eaglejax.speculation.programs import Programs
+from eaglejax.text.prompts import parse_messages, parse_prompts
+from eaglejax.text.tokenizer import Tokenizer
+from eaglejax.wave import Job, Wave
+
+PLAIN = Speculation(num_steps=0)
+# until a tree is chosen from measured costs, "auto" is this chain
+AUTO = Speculation(num_steps=3, topk=1, num_draft_tokens=4)
+_ENGINE: Any = object()  # "as the engine was set", where None means plain decoding
+Setting = Speculation | Literal["auto"] | None
+
+
+class EagleJaxEngine:
+    """Decodes with a target model and, where one is given, an EAGLE-3 draft. Made by `from_pretrained`."""
+
+    def __init__(self, pair: Pair, *, speculation: Setting = "auto", max_len: int = 2048, slots: int = 4):
+        self._pair, self.max_len, self.slots = pair, max_len, slots
+        self.speculation = self._checked(speculation)
+        self._programs: dict[Speculation, Programs] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        draft: str | None = None,
+        speculation: Setting = "auto",
+        capture: str | Sequence[int] = "auto",
+        mesh: Any = None,
+        dtype: str = "float32",
+        max_len: int = 2048,
+        slots: int = 4,
+    ) -> EagleJaxEngine:
+        """Load a target and a draft, and check that they fit.
+
+        Arguments:
+            model: a built-in name ("smollm2"), a folder in Hugging Face format, a .gguf file, or a hub id.
+            draft: likewise for the draft; None is plain decoding.
+            speculation: the tree of every cycle; "auto" (a short chain for now, or plain decoding without a draft); None for plain decoding.
+            capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
+                boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.
+            mesh: None; one device.
+            dtype: "float32" or "bfloat16", of weights and caches.
+            max_len: tokens of prompt and answer at most.
+            slots: requests decoded together at most; more run in waves.
+
+        Raises:
+            CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do.
+        """
+        if mesh is not None:
+            raise ConfigError("this version runs on one device", where="mesh", found=mesh, expected="None")
+        if dtype not in ("float32", "bfloat16"):
+            raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
+        for name, value in (("max_len", max_len), ("slots", slots)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError("a positive whole number", where=name, found=repr(value))
+        if draft is None and isinstance(speculation, Speculation) and speculation.num_steps:
+            raise ConfigError(
+                "a tree needs a draft", where="speculation", found=speculation.describe(), fix="pass draft=, or speculation=None"
+            )
+        pair = load_pair(model, draft, capture=capture, dtype=dtype)
+        if max_len > pair.target.config.max_position > 0:
+            pair.report.warn(f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens")
+            max_len = pair.target.config.max_position
+        engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots)
+        pair.report.note("speculation", engine._describe(speculation))
+        if pair.capture is not None and pair.capture.alternatives:
+            engine._settle_capture()
+        return engine
+
+    # what was loaded
+
+    @property
+    def load_report(self) -> LoadReport:
+        """What was loaded, captured, borrowed, converted and assumed, in plain words."""
+        return self._pair.report
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._pair.tokenizer is None:
+            raise ConfigError(
+                "this checkpoint has no tokenizer", where=self._pair.name, expected="tokenizer.json or tiktoken.model", fix="use token ids"
+            )
+        return self._pair.tokenizer
+
+    # generation
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        speculation: Setting = _ENGINE,
+    ) -> list[Generation]:
+        """Answer every prompt.
+
+        Arguments:
+            prompts: text, token ids, chat messages, or a list of them.
+            sampling: one for all prompts, or one per prompt.
+            speculation: overrides the engine's setting for this call; None is plain decoding.
+
+        Returns: one Generation per prompt, in order. More prompts than slots run in waves.
+        """
+        jobs = self._jobs(prompts, sampling)
+        programs = self._programs_for(self._setting(speculation))
+        answers: list[Generation] = []
+        for first in range(0, len(jobs), self.slots):
+            answers += Wave(programs, jobs[first : first + self.slots], self._pair.tokenizer, self.slots).run()
+        return answers
+
+    def stream(
+        self,
+        prompt: Any,
+        sampling: Sampling | None = None,
+        *,
+        speculation: Setting = _ENGINE,
+        cycles: int = 2,
+    ) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece; the last piece carries the whole Generation.
+
+        Arguments:
+            cycles: cycles of the compiled loop between two pieces.
+        """
+        jobs = self._jobs(prompt, sampling)
+        if len(jobs) != 1:
+            raise PromptError("stream takes one prompt", where="prompt", found=f"{len(jobs)} prompts", expected="one")
+        programs = self._programs_for(self._setting(speculation))
+        wave = Wave(programs, jobs, self._pair.tokenizer, self.slots)
+        return (chunk for _, chunk in wave.chunks(cycles))
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling: Sampling | None = None,
+        *,
+        speculation: Setting = _ENGINE,
+    ) -> Generation:
+        """The answer to one conversation: messages of {"role": .., "content": ..}, through the checkpoint's own chat template."""
+        return self.generate([parse_messages(messages)], sampling, speculation=speculation)[0]
+
+    # looking inside
+
+    def score(self, token_ids: Sequence[int]) -> Score:
+        """Teacher-forced pass of the target: logits [t, v] and the residual stream [t, d] at every boundary 0..L."""
+        return teacher.score(self._pair.target, self._ids(token_ids, 1))
+
+    def draft_score(self, token_ids: Sequence[int]) -> DraftScore:
+        """Teacher-forced pass of the draft: row i has token i + 1 beside the target's features of position i; logits [t-1, w], hidden [t-1, d]."""
+        draft, boundaries = self._need_draft()
+        return teacher.draft_score(self._pair.target, draft, boundaries, self._ids(token_ids, 2))
+
+    def propose(self, token_ids: Sequence[int], speculation: Setting = _ENGINE) -> TreeView:
+        """The tree the draft grows below the last token, at temperature 0."""
+        draft, boundaries = self._need_draft()
+        spec = self._setting(speculation)
+        check_tree(spec, draft.config.draft_vocab_size)
+        return view(teacher.propose(self._pair.target, draft, boundaries, self._ids(token_ids, 2), spec))
+
+    # inner parts
+
+    def _checked(self, speculation: Setting) -> Speculation:
+        """The tree a setting stands for, refused where this pair cannot grow it."""
+        draft = self._pair.draft
+        if speculation is None or (draft is None and speculation == "auto"):
+            return PLAIN
+        spec = AUTO if speculation == "auto" else speculation
+        if not isinstance(spec, Speculation):
+            raise ConfigError("not a tree", where="speculation", found=repr(speculation), expected='a Speculation, "auto" or None')
+        if spec.num_steps == 0:
+            return PLAIN
+        if draft is None:
+            raise ConfigError("a tree needs a draft", where="speculation", found=spec.describe(), fix="load the engine with draft=")
+        check_tree(spec, draft.config.draft_vocab_size)
+        return spec
+
+    def _setting(self, speculation: Setting) -> Speculation:
+        return self.speculation if speculation is _ENGINE else self._checked(speculation)
+
+    def _describe(self, asked: Setting) -> str:
+        if asked == "auto" and self.speculation is not PLAIN:
+            return f'"auto": {self.speculation.describe()}; a fixed choice, not tuned to this machine'
+        return self.speculation.describe()
+
+    def _need_draft(self):
+        if self._pair.draft is None:
+            raise ConfigError("no draft was loaded", where="draft", expected="from_pretrained(..., draft=...)")
+        assert self._pair.capture is not None
+        return self._pair.draft, self._pair.capture.boundaries
+
+    def _programs_for(self, spec: Speculation) -> Programs:
+        if spec not in self._programs:
+            boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
+            self._programs[spec] = Programs(
+                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype
+            )
+        return self._programs[spec]
+
+    def _jobs(self, prompts: Any, sampling: Sampling | Sequence[Sampling] | None) -> list[Job]:
+        ids = parse_prompts(
+            prompts, self._pair.tokenizer, vocab_size=self._pair.target.config.vocab_size, max_len=self.max_len
+        )
+        samplings = [sampling or Sampling()] * len(ids) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != len(ids) or not all(isinstance(s, Sampling) for s in samplings):
+            raise ConfigError("one Sampling, or one per prompt", where="sampling", found=len(samplings), expected=len(ids))
+        jobs = []
+        for prompt, asked in zip(ids, samplings, strict=True):
+            stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
+            if asked.stop:
+                _ = self.tokenizer  # stop strings need text
+            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            jobs.append(Job(prompt, asked, seed, tuple(dict.fromkeys(stops))))
+        return jobs
+
+    def _ids(self, token_ids: Sequence[int], least: int) -> list[int]:
+        (ids,) = parse_prompts(
+            [list(token_ids)], None, vocab_size=self._pair.target.config.vocab_size, max_len=self._pair.target.config.max_position
+        )
+        if len(ids) < least:
+            raise PromptError("too few tokens", where="token_ids", found=len(ids), expected=f"{least} or more")
+        return ids
+
+    def _settle_capture(self) -> None:
+        """Where the config's layer ids can be read in two ways, let the draft's accuracy decide, and say both figures."""
+        pair = self._pair
+        assert pair.capture is not None and pair.draft is not None
+        sample = self._probe_tokens()
+        figures = {}
+        for name, boundaries in pair.capture.alternatives:
+            figures[name] = teacher.first_token_accuracy(pair.target, pair.draft, boundaries, sample)
+        best = max(figures, key=lambda name: figures[name])
+        readings = dict(pair.capture.alternatives)
+        said = "; ".join(f"{name} {readings[name]}: {figures[name]:.1%}" for name in figures)
+        pair.report.warn(
+            f"AMBIGUOUS capture ids ({pair.capture.source}): position-0 accuracy of the draft over "
+            f"{sum(len(s) - 1 for s in sample)} tokens: {said}. Took {best}: boundaries {readings[best]}. "
+            f"capture={best!r} or capture={tuple(readings[best])} settles it"
+        )
+        pair.capture = replace(pair.capture, boundaries=readings[best], alternatives=())
+
+    def _probe_tokens(self) -> list[list[int]]:
+        """A few hundred tokens of the target's own making, from seeded sampling after single tokens."""
+        vocab = self._pair.target.config.vocab_size
+        starts = np.random.default_rng(0).integers(0, vocab, 4)
+        asked = Sampling(max_new_tokens=min(80, self.max_len - 1), temperature=1.0, seed=0, ignore_eos=True)
+        answers = self.generate([[int(i)] for i in starts], asked, speculation=None)
+        return [a.prompt_token_ids + a.token_ids for a in answers]

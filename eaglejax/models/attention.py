@@ -1,0 +1,66 @@
+"""Grouped-query attention over a tree of rows and a cached prefix."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from eaglejax.kernels.tree_attention import tree_attention
+from eaglejax.models.config import GQAConfig
+from eaglejax.models.layers import Linear, RMSNorm, param
+from eaglejax.models.rope import rotate
+from eaglejax.models.rows import KVRows, Step
+
+
+def joined(earlier: KVRows | None, own: KVRows) -> KVRows:
+    """All step rows a row may see: earlier rows of the same step, then the own ones."""
+    if earlier is None:
+        return own
+    keys = jnp.concatenate((earlier.keys, own.keys), axis=1)
+    if own.values is None or earlier.values is None:
+        return KVRows(keys, None)
+    return KVRows(keys, jnp.concatenate((earlier.values, own.values), axis=1))
+
+
+class GroupedQueryAttention(nnx.Module):
+    """`heads` query heads in groups that share a key/value head; biases, per-head norms, sinks and a window as configured.
+
+    Weights: q [h c, in], kv [2, k c, in], out [out, h c]; q_norm and k_norm [c]; sinks [h].
+    """
+
+    def __init__(self, config: GQAConfig, in_features: int, out_features: int, *, dtype: DTypeLike):
+        self.config = config
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q = Linear(in_features, width, axes=("h", "d"), dtype=dtype, use_bias=config.qkv_bias)
+        self.kv = Linear(in_features, (2, kv_width), axes=(None, "k", "d"), dtype=dtype, use_bias=config.qkv_bias)
+        self.out = Linear(width, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.output_bias)
+        norm = lambda: RMSNorm(config.head_dim, config.qk_norm_eps, dtype=dtype, axes=("c",))
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.sinks = param((config.heads,), ("h",), dtype) if config.sinks else None
+
+    def __call__(
+        self, x: Float[Array, "b t i"], step: Step, cache: KVRows, earlier: KVRows | None = None
+    ) -> tuple[Float[Array, "b t o"], KVRows]:
+        """The attention's output and the t own rows (keys after RoPE), which the caller may write to the cache."""
+        with jax.named_scope("gqa"):
+            config, (batch, rows, _) = self.config, x.shape
+            queries = self.q(x).reshape(batch, rows, config.heads, config.head_dim)
+            both = self.kv(x).reshape(batch, rows, 2, config.kv_heads, config.head_dim)
+            keys, values = both[:, :, 0], both[:, :, 1]
+            if self.q_norm is not None and self.k_norm is not None:
+                queries, keys = self.q_norm(queries), self.k_norm(keys)
+            own = KVRows(rotate(keys, step.positions, config.rope), values)
+            mixed = tree_attention(
+                rotate(queries, step.positions, config.rope),
+                joined(earlier, own),
+                cache,
+                step,
+                scale=config.head_dim**-0.5,
+                value_dim=config.head_dim,
+                window=config.window,
+                sinks=None if self.sinks is None else self.sinks[...],
+            )
+            return self.out(mixed.reshape(batch, rows, -1)), own

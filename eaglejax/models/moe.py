@@ -1,0 +1,127 @@
+"""Mixture of experts: the router arithmetic of each family and the block around the experts kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from eaglejax.kernels.experts import experts
+from eaglejax.models.config import DenseConfig, MoEConfig
+from eaglejax.models.layers import MLP, param, project
+
+
+def route(
+    logits: Float[Array, "n e"], config: MoEConfig, correction: Float[Array, " e"] | None = None
+) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+    """The experts of each row in ascending order, and the weight each is applied with; all in float32.
+
+    Arguments:
+        logits: router logits, any bias already added.
+        correction: added to the scores for choosing only (DeepSeek-V3, arXiv:2412.19437 section 2.1.2).
+
+    Equal scores go to the lower id. Every row gets exactly `topk` experts: nothing is dropped for capacity.
+    """
+    with jax.named_scope("route"):
+        logits = logits.astype(jnp.float32)
+        match config.score:
+            case "softmax":
+                scores = jax.nn.softmax(logits, axis=-1)
+            case "sigmoid":
+                scores = jax.nn.sigmoid(logits)
+            case "softmax_topk":
+                scores = logits
+        choice = scores if correction is None else scores + correction
+        if config.groups > 1:
+            choice = _best_groups(choice, config)
+        _, ids = lax.top_k(choice, config.topk)
+        ids = _ascending(ids)
+        weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+        if config.score == "softmax_topk":
+            weights = jax.nn.softmax(weights, axis=-1)
+        elif config.normalise:
+            total = weights.sum(axis=-1, keepdims=True)
+            # sigmoid scores may all underflow; the families that use them add this, the others do not
+            weights = weights / (total + 1e-20 if config.score == "sigmoid" else total)
+        return ids, weights * config.scaling
+
+
+def _best_groups(choice: Float[Array, "n e"], config: MoEConfig) -> Float[Array, "n e"]:
+    """Scores of experts outside the best groups become -inf (not 0: a corrected score may be negative)."""
+    grouped = choice.reshape(choice.shape[0], config.groups, -1)
+    best_two, _ = lax.top_k(grouped, 2)
+    _, kept = lax.top_k(best_two.sum(axis=-1), config.topk_groups)
+    keep = (kept[:, :, None] == jnp.arange(config.groups, dtype=kept.dtype)).any(axis=1)
+    return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _ascending(ids: Int[Array, "n k"]) -> Int[Array, "n k"]:
+    """Sorts the few ids of each row by counting: a sort is a kernel of its own on an accelerator, this is not."""
+    place = (ids[:, None, :] < ids[:, :, None]).sum(axis=-1, dtype=ids.dtype)
+    slots = jnp.arange(ids.shape[1], dtype=ids.dtype)
+    return jnp.where(place[:, :, None] == slots, ids[:, :, None], 0).sum(axis=1, dtype=ids.dtype)
+
+
+class Router(nnx.Module):
+    """Router weight [e, d], bias and correction bias [e]; kept and computed in float32 whatever the dtype of the model."""
+
+    def __init__(self, config: MoEConfig, features: int):
+        self.config = config
+        self.weight = param((config.experts, features), ("e", "d"), jnp.float32)
+        self.bias = param((config.experts,), ("e",), jnp.float32) if config.router_bias else None
+        self.correction = param((config.experts,), ("e",), jnp.float32) if config.correction_bias else None
+
+    def __call__(self, x: Float[Array, "n d"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+        logits = project(x.astype(jnp.float32), self.weight[...])
+        if self.bias is not None:
+            logits = logits + self.bias[...]
+        return route(logits, self.config, None if self.correction is None else self.correction[...])
+
+
+class Experts(nnx.Module):
+    """Weights of all experts: gate_up [e, 2, f, d] (gate first), down [e, d, f], with biases where the family has them."""
+
+    def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike):
+        count, width = config.experts, config.width
+        self.activation = config.expert_activation
+        self.gate_up = param((count, 2, width, features), ("e", None, "f", "d"), dtype)
+        self.down = param((count, features, width), ("e", "d", "f"), dtype)
+        self.gate_up_bias = param((count, 2, width), ("e", None, "f"), dtype) if config.expert_bias else None
+        self.down_bias = param((count, features), ("e", "d"), dtype) if config.expert_bias else None
+
+    def __call__(
+        self, x: Float[Array, "n d"], ids: Int[Array, "n k"], weights: Float[Array, "n k"]
+    ) -> Float[Array, "n d"]:
+        return experts(
+            x,
+            ids,
+            weights,
+            self.gate_up[...],
+            self.down[...],
+            None if self.gate_up_bias is None else self.gate_up_bias[...],
+            None if self.down_bias is None else self.down_bias[...],
+            activation=self.activation,
+        )
+
+
+class MoE(nnx.Module):
+    """Routed experts plus shared experts, the latter behind a sigmoid gate where the family has one (Qwen2-MoE)."""
+
+    def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike):
+        self.router = Router(config, features)
+        self.experts = Experts(config, features, dtype=dtype)
+        self.shared = MLP(DenseConfig(config.shared_width), features, dtype=dtype) if config.shared_width else None
+        self.shared_gate = param((1, features), (None, "d"), dtype) if config.shared_gate else None
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        with jax.named_scope("moe"):
+            rows = x.reshape(-1, x.shape[-1])
+            out = self.experts(rows, *self.router(rows))
+            if self.shared is not None:
+                shared = self.shared(rows)
+                if self.shared_gate is not None:
+                    shared = jax.nn.sigmoid(project(rows, self.shared_gate[...])) * shared
+                out = out + shared
+            return out.reshape(x.shape)

@@ -1,0 +1,45 @@
+"""Writing committed rows into the caches. Only rows of accepted tokens ever get here: a rejected row leaves no trace."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from eaglejax.models.rows import KVRows
+
+
+def put_rows(
+    buffer: Shaped[Array, "b n *c"],
+    rows: Shaped[Array, "b t *c"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> Shaped[Array, "b n *c"]:
+    """`buffer` with the first `count` rows of each slot written at `start`; the other rows go nowhere, as do rows past the end."""
+    batch, t = rows.shape[:2]
+    index = jnp.arange(t, dtype=jnp.int32)
+    places = jnp.where(index < count[:, None], start[:, None] + index, buffer.shape[1])
+    slots = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return buffer.at[slots, places].set(rows, mode="drop", unique_indices=True)
+
+
+def take_rows(rows: Shaped[Array, "b t *c"], path: Int[Array, "b p"]) -> Shaped[Array, "b p *c"]:
+    """The rows of each slot that `path` names, in its order."""
+    index = path.reshape(path.shape + (1,) * (rows.ndim - 2))
+    return jnp.take_along_axis(rows, index, axis=1)
+
+
+def commit(
+    caches: list[KVRows],
+    rows: list[KVRows],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    path: Int[Array, "b p"] | None = None,
+) -> list[KVRows]:
+    """Caches with the first `count` step rows (along `path`, where given) of each slot appended at `start`."""
+
+    def one(cache, new):
+        return put_rows(cache, new if path is None else take_rows(new, path), start, count)
+
+    with jax.named_scope("commit"):
+        return jax.tree.map(one, caches, rows)

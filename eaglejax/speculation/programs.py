@@ -1,0 +1,157 @@
+"""The compiled programs of one engine setting: prefill by bucket, decode for any number of cycles. State goes in donated and comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, DTypeLike, Int, Shaped
+
+from eaglejax.config import Speculation
+from eaglejax.models.draft import Draft
+from eaglejax.models.target import Target
+from eaglejax.speculation import loop
+from eaglejax.speculation.state import Models, Request, State, new_state
+
+# One prefill program per bucket: a prompt is cut into the largest that fit, the rest padded up to the smallest that holds it.
+PREFILL_BUCKETS = (16, 64, 256)
+ALL_CYCLES = 2**30
+
+
+def prefill_plan(prompt_tokens: int) -> list[tuple[int, int]]:
+    """(offset, rows) of each prefill call for the longest prompt of a wave."""
+    plan, offset = [], 0
+    while offset < prompt_tokens:
+        rest = prompt_tokens - offset
+        fitting = [size for size in PREFILL_BUCKETS if size <= rest]
+        rows = fitting[-1] if fitting else PREFILL_BUCKETS[0]
+        plan.append((offset, rows))
+        offset += rows
+    return plan
+
+
+def stop_width(stop_ids: int) -> int:
+    """Columns of the stop table: 16, or the next power of two, so that the number of stop ids seldom changes a shape."""
+    return max(16, 1 << max(stop_ids - 1, 0).bit_length())
+
+
+class Programs:
+    """Prefill and decode for one pair of models and one tree.
+
+    The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        boundaries: tuple[int, ...],
+        spec: Speculation,
+        max_len: int,
+        dtype: DTypeLike,
+    ):
+        self.spec, self.max_len, self.dtype = spec, max_len, dtype
+        self.boundaries = boundaries if spec.num_steps else ()
+        target_graph, target_arrays = nnx.split(target)
+        draft_graph, draft_arrays = nnx.split(draft) if draft is not None and spec.num_steps else (None, None)
+        self.arrays = (target_arrays, draft_arrays)
+        self.warned = False  # about a draft of which nothing is accepted
+
+        def models(arrays) -> Models:
+            merged = nnx.merge(draft_graph, arrays[1]) if draft_graph is not None else None
+            return Models(nnx.merge(target_graph, arrays[0]), merged, self.boundaries)
+
+        def prefill(arrays, state, offset, rows):
+            return loop.prefill(models(arrays), state, offset, rows)
+
+        def decode(arrays, state, max_cycles, ended):
+            state = replace(state, done=state.done | ended)
+            return loop.decode(models(arrays), state, spec, max_cycles)
+
+        def fresh(arrays, request):
+            return new_state(models(arrays), request, max_len, self._pending, dtype)
+
+        self._prefill = jax.jit(prefill, static_argnames="rows", donate_argnames="state")
+        self._decode = jax.jit(decode, donate_argnames="state")
+        self._fresh = jax.jit(fresh)
+        self._idle: dict[int, State] = {}
+
+    @property
+    def _pending(self) -> int:
+        return self.spec.num_steps + 1 if self.spec.num_steps else 0
+
+    def start(self, request: Request, prompts: Shaped[np.ndarray, "b n"]) -> State:
+        """A state whose slots hold their prompts. The caches of an earlier wave of the same width are used again as they are:
+        rows beyond a slot's length are never read."""
+        batch = prompts.shape[0]
+        state = self._idle.pop(batch, None)
+        if state is None:
+            state = self._fresh(self.arrays, request)
+        tokens = np.zeros((batch, self.max_len), np.int32)
+        tokens[:, : prompts.shape[1]] = prompts
+        # separate buffers: the state is donated whole
+        zeros = lambda kind=np.int32: jnp.asarray(np.zeros(batch, kind))
+        return replace(
+            state,
+            request=request,
+            tokens=jnp.asarray(tokens),
+            length=zeros(),
+            done=zeros(bool),
+            stopped=zeros(bool),
+            pending_count=zeros(),
+            cycles=zeros(),
+            accepted=jnp.asarray(np.zeros((batch, self.max_len), np.int32)),
+        )
+
+    def prefill(self, state: State, offset: int, rows: int) -> State:
+        return self._prefill(self.arrays, state, jnp.int32(offset), rows)
+
+    def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
+        """Up to `max_cycles` cycles; slots marked in `ended` are done first."""
+        return self._decode(self.arrays, state, jnp.int32(max_cycles), jnp.asarray(ended))
+
+    def keep(self, state: State) -> None:
+        """Hand the buffers of a finished wave back for the next one."""
+        self._idle[state.length.shape[0]] = state
+
+    def lower_decode(self, batch: int) -> jax.stages.Lowered:
+        """The decode program for `batch` slots, lowered from shapes alone: for memory and HLO questions."""
+        request = jax.eval_shape(lambda: empty_request(batch))
+        state = jax.eval_shape(self._fresh, self.arrays, request)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._decode.lower(self.arrays, state, scalar, jax.ShapeDtypeStruct((batch,), jnp.bool_))
+
+
+def empty_request(batch: int, stops: int = 0) -> Request:
+    """Slots that ask for nothing."""
+    whole = lambda: jnp.zeros((batch,), jnp.int32)
+    real = lambda: jnp.zeros((batch,), jnp.float32)
+    return Request(
+        seed=jnp.zeros((batch, 2), jnp.uint32),
+        temperature=real(),
+        top_k=whole(),
+        top_p=real() + 1,
+        min_p=real(),
+        stop_ids=jnp.full((batch, stop_width(stops)), -1, jnp.int32),
+        prompt_length=whole(),
+        limit=whole(),
+    )
+
+
+def teacher_bucket(tokens: int) -> int:
+    """Rows of a teacher-forced pass over `tokens` tokens: the next power of two, 16 at least."""
+    return max(16, 1 << (tokens - 1).bit_length())
+
+
+def pad_rows(rows: Shaped[Array, "t *c"] | Shaped[np.ndarray, "t *c"], size: int) -> Shaped[np.ndarray, "n *c"]:
+    """Rows padded with zeros at the end; attention is causal, so they touch nothing before them."""
+    rows = np.asarray(rows)
+    return np.pad(rows, [(0, size - rows.shape[0])] + [(0, 0)] * (rows.ndim - 1))
+
+
+def token_row(token_ids: list[int] | Int[np.ndarray, " t"], size: int) -> Int[np.ndarray, "1 n"]:
+    """Token ids as one padded row."""
+    return pad_rows(np.asarray(token_ids, np.int32), size)[None]
