@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eaglejax.errors import ConfigError
 
 MAX_STEPS, MAX_NODES = 32, 256
+
+if TYPE_CHECKING:
+    Whole: TypeAlias = int
+    Real: TypeAlias = float
+else:
+    # checked at construction in words of their own; numbers may come as text, from command lines
+    Whole = Real = Any
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -43,12 +50,12 @@ class Speculation:
         coupling: c, divides (logits / T + noise) in the coupled score.
     """
 
-    num_steps: int = 3
-    topk: int = 1
-    num_draft_tokens: int | None = None
-    score_temperature: float | tuple[float, ...] = 1.0
+    num_steps: Whole = 3
+    topk: Whole = 1
+    num_draft_tokens: Whole | None = None
+    score_temperature: Real | tuple[float, ...] = 1.0
     coupled: bool = True
-    coupling: float = 1.0
+    coupling: Real = 1.0
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -123,12 +130,12 @@ class Sampling:
         ignore_eos: run on past EOS; stop_token_ids still stop.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
+    max_new_tokens: Whole = 128
+    temperature: Real = 0.0
+    top_k: Whole = 0
+    top_p: Real = 1.0
+    min_p: Real = 0.0
+    seed: Whole | None = None
     stop: Sequence[str] = field(default_factory=list)
     stop_token_ids: Sequence[int] = field(default_factory=list)
     ignore_eos: bool = False

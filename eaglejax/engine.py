@@ -18,7 +18,8 @@ from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.speculation.programs import Programs
-from eaglejax.text.prompts import parse_messages, parse_prompts
+from eaglejax.text.chat import parse_messages
+from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
 from eaglejax.wave import Job, Wave
 
@@ -103,6 +104,15 @@ class EagleJaxEngine:
         return self._pair.tokenizer
 
     # generation
+
+    def encode(self, prompts: Any) -> list[list[int]]:
+        """Token ids of prompts as `generate` takes them, refused as `generate` would refuse them.
+
+        Raises PromptError naming the prompt: empty, too long, an id out of range, or text where there is no tokenizer.
+        """
+        return parse_prompts(
+            prompts, self._pair.tokenizer, vocab_size=self._pair.target.config.vocab_size, max_len=self.max_len
+        )
 
     def generate(
         self,
@@ -192,7 +202,7 @@ class EagleJaxEngine:
         check_tree(spec, draft.config.draft_vocab_size)
         return spec
 
-    def _setting(self, speculation: Setting) -> Speculation:
+    def _setting(self, speculation: Any) -> Speculation:
         return self.speculation if speculation is _ENGINE else self._checked(speculation)
 
     def _describe(self, asked: Setting) -> str:
@@ -215,9 +225,7 @@ class EagleJaxEngine:
         return self._programs[spec]
 
     def _jobs(self, prompts: Any, sampling: Sampling | Sequence[Sampling] | None) -> list[Job]:
-        ids = parse_prompts(
-            prompts, self._pair.tokenizer, vocab_size=self._pair.target.config.vocab_size, max_len=self.max_len
-        )
+        ids = self.encode(prompts)
         samplings = [sampling or Sampling()] * len(ids) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(samplings) != len(ids) or not all(isinstance(s, Sampling) for s in samplings):
             raise ConfigError("one Sampling, or one per prompt", where="sampling", found=len(samplings), expected=len(ids))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
-from eaglejax.checkpoint.draft_loader import read_draft
-from eaglejax.checkpoint.source import resolve
-from eaglejax.checkpoint.target_loader import load_target
+from eaglejax.checkpoint.draft_loader import facts_of, inspect_draft, load_plan
+from eaglejax.checkpoint.json_file import read_config
+from eaglejax.checkpoint.source import Source, resolve
+from eaglejax.checkpoint.target_loader import build_target, open_target
+from eaglejax.errors import ConfigError
 from eaglejax.kernels import select
 from eaglejax.load_report import LoadReport
-from eaglejax.models.capture import CaptureReading
+from eaglejax.models.capture import Capture, CaptureReading
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
-from eaglejax.text.tokenizer import Tokenizer, load_tokenizer
+from eaglejax.text.eos import read_eos_ids
+from eaglejax.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 
 @dataclass
@@ -29,4 +31,65 @@ class Pair:
     dtype: jnp.dtype
     draft: Draft | None = None
     capture: CaptureReading | None = None
+    score_temperature: tuple[float, ...] = ()  # per level, from the draft's own manifest; empty: 1
     report: LoadReport = field(default_factory=LoadReport)
+
+
+def load_pair(model: str, draft: str | None, *, capture: Capture, dtype: str) -> Pair:
+    """A target and, where one is named, its draft; every header of both is checked before the first weight is read.
+
+    Raises CheckpointError or ConfigError; see `EagleJaxEngine.from_pretrained`.
+    """
+    report = LoadReport()
+    source = resolve(model)
+    if draft is not None:
+        _refuse_same(source, resolve(draft))
+    reading, reader = open_target(source.path)
+    plan = None
+    if draft is not None:
+        plan = inspect_draft(resolve(draft), target=facts_of(reading.config), capture=capture, report=report)
+    elif capture != "auto":
+        raise ConfigError("captures belong to a draft, and none is given", where="capture", found=repr(capture), fix="pass draft=")
+    tokenizer = load_tokenizer(source.folder, reader) if has_tokenizer(source.folder, reader) else None
+    config = reader.hf_config or read_config(source.folder)
+    folder = source.folder if reader.hf_config is None else None
+    pair = Pair(
+        name=model,
+        target=build_target(reading, reader, dtype, report),
+        tokenizer=tokenizer,
+        eos_ids=read_eos_ids(folder, config, tokenizer),
+        dtype=jnp.dtype(dtype),
+        report=report,
+    )
+    if plan is not None:
+        loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report)
+        pair.draft, pair.capture, pair.score_temperature = loaded.draft, loaded.capture, loaded.score_temperature
+    _report_text(pair)
+    for line in select.describe():
+        report.note("kernels", line)
+    return pair
+
+
+def _refuse_same(target: Source, draft: Source) -> None:
+    if target.path.resolve() == draft.path.resolve():
+        raise ConfigError(
+            "the draft is the target itself",
+            where="draft",
+            found=draft.path,
+            expected="the folder of an EAGLE-3 draft made for this target",
+        )
+
+
+def _report_text(pair: Pair) -> None:
+    if pair.tokenizer is None:
+        pair.report.note("text", "no tokenizer: token ids only")
+    else:
+        for line in pair.tokenizer.notes:
+            pair.report.note("text", line)
+        padding = pair.target.config.vocab_size - pair.tokenizer.vocab_size
+        if padding > 0:
+            pair.report.note(
+                "text",
+                f"{padding} rows of the vocabulary are no token: drawn as plain decoding would draw them, and without text",
+            )
+    pair.report.note("text", f"EOS ids: {', '.join(map(str, pair.eos_ids)) or 'none'}")

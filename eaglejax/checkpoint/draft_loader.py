@@ -1,11 +1,13 @@
-"""Loads an EAGLE-3 draft of any released format: everything is checked from headers and small tables first, then the weights are read."""
+"""Loads an EAGLE-3 draft of any released format: everything is checked from headers and small tables first, then the
+weights are read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,7 @@ from eaglejax.models.draft_config import TargetFacts, read_draft_config
 from eaglejax.models.draft_formats import FlatConfig, flatten
 from eaglejax.models.draft_keys import check_keys
 from eaglejax.models.layers import leaves
-
-if TYPE_CHECKING:
-    from eaglejax.models.target import Target
+from eaglejax.models.target import Target
 
 EMBEDDING, HEAD, TARGET_NORM = "embedding.weight", "head.weight", "fusion.target_norm.scale"
 
@@ -39,8 +39,8 @@ EMBEDDING, HEAD, TARGET_NORM = "embedding.weight", "head.weight", "fusion.target
 class DraftPlan:
     """A draft that was checked and not yet read.
 
-    `borrowed`: parameters that come from the target. `tied`: the head is the draft's own embedding. `score_temperature`: one number per tree level
-    from our own manifest, or empty.
+    `borrowed`: parameters that come from the target. `tied`: the head is the draft's own embedding.
+        `score_temperature`: one number per tree level from our own manifest, or empty.
     """
 
     reader: CheckpointReader
@@ -292,13 +292,17 @@ def _report(
     switched = [flag for flag in flags if getattr(config, flag)]
     switched += [
         f"no {name}"
-        for name, used in (("input_layernorm", config.input_norm), ("final norm", config.final_norm))
+        for name, used in (
+            ("input_layernorm", config.input_norm),
+            ("hidden_norm", config.hidden_norm),
+            ("final norm", config.final_norm),
+        )
         if not used
     ]
     note("flags: " + (", ".join(switched) or "none (plain EAGLE-3)"))
     if config.norm_output:
         note(
-            "norm_output: exporters before September 2026 wrote it by mistake; if acceptance is poor, override it with false"
+            "norm_output: exporters before September 2026 wrote it by mistake; if acceptance is poor, try it with false"
         )
     note(
         "embedding: "

@@ -29,7 +29,8 @@ KNOWN = re.compile(
 class DraftTensors:
     """The tensors of a draft by our names, e.g. "layers.0.self_attn.q_proj.weight".
 
-    `infos`: our name -> header entry (which knows the file's own name). `skipped`: tables and leftovers that are computed here or not needed.
+    `infos`: our name -> header entry (which knows the file's own name). `skipped`: tables and leftovers that are
+        computed here or not needed.
     `unknown`: tensors nobody knows and whose names say nothing of a forward pass.
     """
 
@@ -52,7 +53,9 @@ class DraftTensors:
 
 
 def own_name(name: str) -> str:
-    """Our name of a tensor of a draft file: prefixes dropped, `midlayer` is layer 0, old names of the per-capture norms."""
+    """Our name of a tensor of a draft file: prefixes dropped, `midlayer` is layer 0, old names of the per-capture
+    norms.
+    """
     while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
         name = name[len(prefix) :]
     if name.startswith("midlayer."):
@@ -64,7 +67,8 @@ def own_name(name: str) -> str:
 def read_names(tensors: Mapping[str, TensorInfo], where: Path) -> DraftTensors:
     """Sorts a draft's tensors into known ones, leftovers and unknown ones.
 
-    Raises CheckpointError for two names of one tensor, and for an unknown tensor whose name says that it takes part in a forward pass.
+    Raises CheckpointError for two names of one tensor, and for an unknown tensor whose name says that it takes part in
+    a forward pass.
     """
     infos: dict[str, TensorInfo] = {}
     skipped, unknown = [], []

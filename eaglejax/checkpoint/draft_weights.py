@@ -1,4 +1,6 @@
-"""Which tensors of a draft's file fill which parameter, checked by shape from the headers, then read one parameter at a time."""
+"""Which tensors of a draft's file fill which parameter, checked by shape from the headers, then read one parameter at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ QUANTISED = ("I8", "F8_E4M3", "F8_E5M2")
 class Source:
     """Where a parameter comes from.
 
-    `names`: our tensor names, stacked along a new first axis where `stacked`. `part`: "key" or "value" half of a kv_b_proj, with `heads` and the
-    widths (nope, value) of a head.
+    `names`: our tensor names, stacked along a new first axis where `stacked`. `part`: "key" or "value" half of a
+        kv_b_proj, with `heads` and the widths (nope, value) of a head.
     """
 
     names: tuple[str, ...]
@@ -53,7 +55,9 @@ class Source:
 
 
 def sources(config: DraftConfig) -> dict[str, Source]:
-    """Parameter path -> its source, for every parameter that a draft of this config has; borrowed ones are included by their usual name."""
+    """Parameter path -> its source, for every parameter that a draft of this config has; borrowed ones are included by
+    their usual name.
+    """
     plan = {
         "embedding.weight": Source(("embed_tokens.weight",)),
         "head.weight": Source(("lm_head.weight",)),
@@ -101,7 +105,8 @@ def _layer(layer: LayerConfig, ours: str, path: str) -> dict[str, Source]:
 def check_shapes(draft: Draft, tensors: DraftTensors, borrowed: set[str], where: object) -> None:
     """Compares every parameter of the (abstract) draft with the headers, and refuses tensors that no parameter reads.
 
-    `borrowed`: parameter paths that come from the target. Raises CheckpointError with tensor name, shape found and shape expected.
+    `borrowed`: parameter paths that come from the target. Raises CheckpointError with tensor name, shape found and
+        shape expected.
     """
     plan = sources(draft.config)
     used: set[str] = set()
@@ -128,7 +133,7 @@ def check_shapes(draft: Draft, tensors: DraftTensors, borrowed: set[str], where:
             _check_dtype(tensors, name, where)
             if name + SCALE in tensors.infos:
                 used.add(name + SCALE)
-    switched_off = {"norm.weight", "input_norm.weight", "layers.0.input_layernorm.weight"}
+    switched_off = {"norm.weight", "input_norm.weight"}
     for name in tensors.infos.keys() - used - switched_off - {"d2t", "t2d"}:
         if not name.startswith("fc_norm."):
             raise CheckpointError(
@@ -168,7 +173,7 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
 def read_parameter(
     reader: CheckpointReader, tensors: DraftTensors, source: Source, dtype: DTypeLike
 ) -> Shaped[Array, "..."]:
-    """One parameter in the compute dtype. Integer and float8 weights are multiplied by their factors in float32 first."""
+    """One parameter in the compute dtype; integer and float8 weights are multiplied by their factors in float32."""
     arrays = [_dequantised(reader, tensors, name) for name in source.names]
     return jnp.asarray(source.combine(arrays).astype(jnp.dtype(dtype)))
 

@@ -178,7 +178,8 @@ def _config(file: Path, metadata: dict[str, Any], table: dict[str, GGUFTensor]) 
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0 or not math.isfinite(value):
-            raise CheckpointError(f"metadata llama.{key}", where=file, found=value, expected="one number above 0")
+            found = "nothing" if value is None else value
+            raise CheckpointError(f"metadata llama.{key}", where=file, found=found, expected="one number above 0")
         return _shortest(value)
 
     hidden, heads = number("embedding_length"), number("attention.head_count")

@@ -1,7 +1,7 @@
 """The map from a cut draft vocabulary to the target's: d2t, t2d and the target id of every draft id.
 
-d2t holds offsets: target id = draft id + d2t[draft id]. t2d marks the target ids that the draft knows. A wrong map crashes nothing: it proposes
-other tokens, so both are checked against each other.
+d2t holds offsets: target id = draft id + d2t[draft id]. t2d marks the target ids that the draft knows. A wrong map
+crashes nothing: it proposes other tokens, so both are checked against each other.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def padding_only(size: int, target_vocab: int) -> bool:
 
 
 def check_vocabulary(size: int, target_vocab: int, where: object, what: str) -> None:
-    """Refuses a draft made for another vocabulary. Padding rows of the target, an eighth of it at most, may be missing in the draft."""
+    """Refuses a draft made for another vocabulary. Padding rows of the target, an eighth of it at most, may be missing
+    in the draft.
+    """
     if not padding_only(size, target_vocab):
         raise CheckpointError(
             "the draft was made for another vocabulary than the target's",

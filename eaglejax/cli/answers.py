@@ -1,4 +1,7 @@
-"""What the runner says about an answer: the closing line for people, the JSON object for machines. Compilation is told apart from decoding."""
+"""What the runner says about an answer: the closing line for people, the JSON object for machines.
+
+Compilation is told apart from decoding.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from eaglejax.config import Speculation
 from eaglejax.generation import Generation
+
+WORTH_SAYING = 0.05  # seconds of compilation
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,18 @@ class Times:
     decode: float
     compile_decode: float
 
+    @property
+    def compile(self) -> float:
+        return self.compile_first + self.compile_decode
+
+    @property
+    def without_compile(self) -> float:
+        return self.first - self.compile_first + self.decode
+
 
 def acceptance(answers: Sequence[Generation], levels: int) -> tuple[list[float], list[float]]:
-    """Per level of the tree: share of all cycles that accepted there, and share of the cycles that had accepted at the level above.
+    """Per level of the tree: share of all cycles that accepted there, and share of those that reached it, that is,
+    accepted at the level above.
 
     Cycles of all answers are pooled. NaN where no cycle got to the level above.
     """
@@ -38,25 +51,39 @@ def acceptance(answers: Sequence[Generation], levels: int) -> tuple[list[float],
     return of_all, of_reaching
 
 
-def _share(part: float, whole: float) -> float:
+def _share(part: float | int, whole: float | int) -> float:
     return part / whole if whole else math.nan
 
 
-def closing_line(answers: Sequence[Generation], spec: Speculation, times: Times) -> str:
-    """The figures of one call, for people."""
+def closing_line(answer: Generation, spec: Speculation, times: Times) -> str:
+    """The figures of one answer, for people."""
+    line = f"{answer.stats.new_tokens} tokens: first after {times.first:.2f} s"
+    if times.compile_first > WORTH_SAYING:
+        line += f" ({times.compile_first:.2f} s of it compiling)"
+    rate = _rate(answer, times)
+    if not math.isnan(rate):
+        line += f", then {rate:.1f} tokens/s"
+        if times.compile_decode > WORTH_SAYING:
+            line += f" (after {times.compile_decode:.2f} s more of compiling)"
+    return f"{line}\n{_speculation_line([answer], spec)}"
+
+
+def closing_line_of_many(answers: Sequence[Generation], spec: Speculation, calls: Sequence[Times]) -> str:
+    """The figures of several answers together; compilation does not count into the rate."""
     tokens = sum(answer.stats.new_tokens for answer in answers)
-    head = f"{tokens} tokens" if len(answers) == 1 else f"{len(answers)} answers, {tokens} tokens"
-    parts = [f"{head}: first after {times.first:.2f} s{_compiling(times.compile_first)}"]
-    rate = _share(tokens - len(answers), times.decode)
-    if rate > 0:
-        parts.append(f"then {rate:.1f} tokens/s")
-        if times.compile_decode >= 0.05:
-            parts[-1] += f" (compiling took {times.compile_decode:.2f} s more, not counted)"
-    return ", ".join(parts) + "\n" + _speculation_line(answers, spec)
+    seconds = math.fsum(call.without_compile for call in calls)
+    compiling = math.fsum(call.compile for call in calls)
+    line = f"{len(answers)} answers, {tokens} tokens in {seconds:.2f} s"
+    if tokens:
+        line += f", prefill included: {tokens / seconds:.1f} tokens/s"
+    if compiling > WORTH_SAYING:
+        line += f"; {compiling:.2f} s more went into compiling"
+    return f"{line}\n{_speculation_line(answers, spec)}"
 
 
-def _compiling(seconds: float) -> str:
-    return f" ({seconds:.2f} s of it compiling)" if seconds >= 0.05 else ""
+def _rate(answer: Generation, times: Times) -> float:
+    """Tokens after the first per second of decoding."""
+    return _share(answer.stats.new_tokens - 1, times.decode) if answer.stats.new_tokens > 1 else math.nan
 
 
 def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
@@ -70,7 +97,8 @@ def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
     levels = ", ".join(map(str, range(1, spec.num_steps + 1)))
     return (
         f"{spec.describe()}; tau {accepted / cycles + 1:.2f} tokens per cycle, bonus included, over {cycles} cycles; "
-        f"accepted at level {levels}: {_percents(of_all)} of all cycles ({_percents(of_reaching)} of those that reach it)"
+        f"accepted at level {levels}: "
+        f"{_percents(of_all)} of all cycles ({_percents(of_reaching)} of those that reach it)"
     )
 
 
@@ -78,13 +106,14 @@ def _percents(shares: Sequence[float]) -> str:
     return ", ".join("-" if math.isnan(x) else f"{100 * x:.0f}" for x in shares) + " %"
 
 
-def to_json(answer: Generation, name: Any, spec: Speculation, times: Times) -> str:
-    """One answer as a JSON object on one line. `times` are those of the call that made it, beside others if it ran with others."""
+def to_json(answer: Generation, index: int, spec: Speculation, times: Times) -> str:
+    """One answer as a JSON object on one line. `index` is the prompt's number, from 0; `times` are those of the call
+    that made it, beside others if it ran with others."""
     stats = answer.stats
     of_all, of_reaching = acceptance([answer], spec.num_steps)
     return json.dumps(
         {
-            "id": name,
+            "index": index,
             "text": answer.text,
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
@@ -92,11 +121,9 @@ def to_json(answer: Generation, name: Any, spec: Speculation, times: Times) -> s
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
             "seed": stats.seed,
-            "speculation": {
-                "num_steps": spec.num_steps,
-                "topk": spec.topk,
-                "num_draft_tokens": spec.num_draft_tokens,
-            },
+            "num_steps": spec.num_steps,
+            "topk": spec.topk,
+            "num_draft_tokens": spec.num_draft_tokens,
             "cycles": stats.cycles,
             "tau": _number(stats.tau),
             "accepted_per_cycle": stats.accepted_per_cycle,
@@ -106,9 +133,7 @@ def to_json(answer: Generation, name: Any, spec: Speculation, times: Times) -> s
             "first_token_compile_seconds": _number(times.compile_first),
             "decode_seconds": _number(times.decode),
             "decode_compile_seconds": _number(times.compile_decode),
-            "tokens_per_second": _number(
-                _share(stats.new_tokens - 1, times.decode) if stats.new_tokens > 1 else math.nan
-            ),
+            "tokens_per_second": _number(_rate(answer, times)),
         },
         ensure_ascii=False,
     )

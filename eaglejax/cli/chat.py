@@ -1,4 +1,7 @@
-"""`eaglejax chat`: a conversation in the terminal. /reset forgets it, /exit or end of input ends it. Piped input works line by line."""
+"""`eaglejax chat`: a conversation in the terminal. /reset forgets it, /exit or the end of input ends it.
+
+Piped input works line by line.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def main(flags: FlagValues) -> int:
                 print(f"error: {error}", file=sys.stderr)  # too long, mostly: a person can /reset
                 continue
             print(flush=True)
-            print(closing_line([answer], session.engine.speculation, times), file=sys.stderr)
+            print(closing_line(answer, session.engine.speculation, times), file=sys.stderr)
             messages = [*asked, {"role": "assistant", "content": answer.text}]
     return 0
 

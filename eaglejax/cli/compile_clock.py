@@ -1,4 +1,7 @@
-"""How long jax spent making programs (tracing, lowering, compiling or fetching from the cache), so that it is never counted as decoding."""
+"""How long jax spent making programs: tracing, lowering, compiling or fetching from the cache.
+
+Told apart, so that it is never counted as decoding.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event.startswith(_EVENTS):
             now = time.perf_counter()
-            self._spans.append((now - duration, now))
+            self._spans.append((now - duration_secs, now))
 
     def between(self, begin: float, end: float) -> float:
-        """Seconds of compilation in a stretch of time. Parts that lie in one another (a trace within a trace) count once."""
+        """Seconds of compilation in a stretch of time. What lies in one another (trace in trace) counts once."""
         total, reached = 0.0, begin
         for first, last in sorted(self._spans):
             first, last = max(first, reached), min(last, end)

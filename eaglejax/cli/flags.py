@@ -10,12 +10,13 @@ from absl import flags as absl_flags
 
 
 class UsageError(Exception):
-    """A command line that cannot be meant: unknown flag, impossible value, flags that exclude each other. Exit code 2."""
+    """A command line that cannot be meant: unknown flag, impossible value, flags that exclude each other."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. Numbers are read as text here and checked by the dataclass they end up in, so that a rule stands in one place."""
+    """One flag. Numbers are read as text here and checked by the dataclass they end up in: each rule stands in one
+    place."""
 
     name: str
     help: str
@@ -29,7 +30,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("draft", "EAGLE-3 draft, likewise, or none; default: smollm2-eagle3 with smollm2, else none"),
         Flag(
             "capture",
-            "how the draft's config numbers captured layers: auto, input, output, or boundaries such as 3,31,59",
+            "how the draft's config numbers layers: auto, input, output, or boundaries such as 3,31,59",
         ),
         Flag("dtype", "float32 (default) or bfloat16"),
         Flag("max_len", "tokens of prompt and answer together; default 2048"),
@@ -57,7 +58,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "prompts": (
         Flag("prompt", "a prompt; may be repeated", "texts"),
-        Flag("prompt_file", "JSONL file of prompts; - is standard input"),
+        Flag("prompt_file", "JSONL file; each line an object with one of prompt, token_ids, messages, turns"),
         Flag("token_ids", "a prompt as token ids, such as 1,2,3; may be repeated", "texts"),
         Flag("chat", "put text prompts into the model's chat template; off unless said", "switch"),
     ),
@@ -88,7 +89,8 @@ def define(groups: Sequence[str]) -> absl_flags.FlagValues:
 
 
 def given(values: absl_flags.FlagValues, name: str) -> Any:
-    """The flag's value, or None where it was not given, or given as "None" or nothing: scripts pass unset settings on like that."""
+    """The flag's value, or None where it was not given, or given as "None" or nothing: scripts pass unset settings on
+    like that."""
     value = values[name].value if name in values else None
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
 

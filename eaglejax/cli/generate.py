@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError
-from eaglejax.cli.prompts import Prompt, read_prompts
+from eaglejax.cli.prompts import read_flags
 from eaglejax.cli.settings import read_settings
+from eaglejax.config import Sampling
+
+if TYPE_CHECKING:
+    from eaglejax.cli.session import Session
 
 GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "run")
 
 
 def main(flags: FlagValues) -> int:
     settings = read_settings(flags)
-    prompts = read_prompts(flags, settings.sampling)
+    prompts = read_flags(flags)
     as_json = bool(flags["json"].value)
     stream = flags["stream"].value
     if stream and (as_json or len(prompts) > 1):
@@ -26,46 +31,40 @@ def main(flags: FlagValues) -> int:
 
     session = Session(settings, report=bool(flags["report"].value))
     if len(prompts) == 1:
-        _one(session, prompts[0], as_json=as_json, stream=stream is not False and not as_json)
+        _one(session, prompts[0], settings.sampling, as_json=as_json, stream=stream is not False and not as_json)
     else:
-        _many(session, prompts, as_json=as_json, together=settings.slots)
+        _many(session, prompts, settings.sampling, as_json=as_json)
     return 0
 
 
-def _one(session, prompt: Prompt, *, as_json: bool, stream: bool) -> None:
+def _one(session: Session, prompt: Any, sampling: Sampling, *, as_json: bool, stream: bool) -> None:
     from eaglejax.cli.answers import closing_line, to_json
 
     show = (lambda text: print(text, end="", flush=True)) if stream else (lambda text: None)
-    answer, times = session.stream(prompt.content, prompt.sampling, show)
+    answer, times = session.stream(prompt, sampling, show)
     spec = session.engine.speculation
     if as_json:
-        print(to_json(answer, prompt.name, spec, times), flush=True)
+        print(to_json(answer, 0, spec, times), flush=True)
         return
     print("" if stream else answer.text, flush=True)
-    print(closing_line([answer], spec, times), file=sys.stderr)
+    print(closing_line(answer, spec, times), file=sys.stderr)
 
 
-def _many(session, prompts: list[Prompt], *, as_json: bool, together: int) -> None:
+def _many(session: Session, prompts: list[Any], sampling: Sampling, *, as_json: bool) -> None:
     """Answers in the order of the prompts, as soon as each group that runs together is done."""
-    from eaglejax.cli.answers import Times, closing_line, to_json
+    from eaglejax.cli.answers import closing_line_of_many, to_json
     from eaglejax.cli.progress import progress
 
-    spec = session.engine.speculation
-    answers, all_times = [], []
+    spec, together = session.engine.speculation, session.engine.slots
+    prompts = session.engine.encode(prompts)  # a prompt that is refused is refused before the first answer
+    answers, calls = [], []
     with progress("prompts", len(prompts)) as advance:
         for first in range(0, len(prompts), together):
-            group = prompts[first : first + together]
-            made, times = session.generate([p.content for p in group], [p.sampling for p in group])
-            for prompt, answer in zip(group, made, strict=True):
-                line = to_json(answer, prompt.name, spec, times) if as_json else f"[{prompt.name}] {answer.text}"
+            made, times = session.generate(prompts[first : first + together], sampling)
+            for index, answer in enumerate(made, first):
+                line = to_json(answer, index, spec, times) if as_json else f"[{index}] {answer.text}"
                 print(line, flush=True)
-            answers, all_times = answers + made, all_times + [times]
-            advance(len(group))
+            answers, calls = answers + made, [*calls, times]
+            advance(len(made))
     if not as_json:
-        summed = Times(
-            all_times[0].first,
-            all_times[0].compile_first,
-            sum(t.decode for t in all_times),
-            sum(t.compile_decode for t in all_times),
-        )
-        print(closing_line(answers, spec, summed), file=sys.stderr)
+        print(closing_line_of_many(answers, spec, calls), file=sys.stderr)

@@ -26,9 +26,6 @@ class Session:
         if report:
             print(self.engine.load_report, file=sys.stderr)
 
-    def has_chat_template(self) -> bool:
-        return self.engine.tokenizer.chat is not None
-
     def stream(self, prompt: Any, sampling: Sampling, show: Callable[[str], object]) -> tuple[Generation, Times]:
         """One answer, its text handed to `show` as it comes."""
         begin = time.perf_counter()
@@ -41,10 +38,10 @@ class Session:
         assert first is not None and answer is not None
         return answer, self._times(begin, first, answer)
 
-    def generate(self, prompts: Sequence[Any], samplings: Sequence[Sampling]) -> tuple[list[Generation], Times]:
+    def generate(self, prompts: Sequence[Any], sampling: Sampling) -> tuple[list[Generation], Times]:
         """The answers to prompts that run together: as many as the engine has slots, at most."""
         begin = time.perf_counter()
-        answers = self.engine.generate(list(prompts), list(samplings))
+        answers = self.engine.generate(list(prompts), sampling)
         # all answers of a wave carry the wave's times; its first tokens were there before its decoding began
         first = time.perf_counter() - max(answer.stats.decode_seconds for answer in answers)
         return answers, self._times(begin, first, *answers)

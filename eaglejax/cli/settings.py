@@ -58,7 +58,8 @@ def _value(flags: FlagValues, name: str) -> Any:
 
 
 def _overlay(tables: Tables, chosen: dict[str, Any]) -> None:
-    """Put the flags over the file's keys. A tree on the command line replaces the file's mode, and the other way round."""
+    """Put the flags over the file's keys. A tree on the command line replaces the file's mode, and the other way
+    round."""
     if "speculation" in chosen:
         tables.pop("speculation", None)
     elif any(_KEYS[name][0] == "speculation" for name in chosen):

@@ -1,16 +1,17 @@
 """Which residual streams of the target a draft reads: every way of numbering them, turned into boundaries.
 
-Boundary b is the residual stream after b blocks of the target, before any norm: 0 is the embedding, L (the number of blocks) is the input of the
-final norm. Released configs number *layers*, by their input (id i is boundary i) or by their output (id i is boundary i + 1), and the ids
-alone cannot always tell which. A wrong guess crashes nothing and costs most of the acceptance, so a list that fits both ways is never guessed
-silently: both readings are handed back, and the engine measures them.
+Boundary b is the residual stream after b blocks of the target, before any norm: 0 is the embedding, L (the number of
+blocks) is the input of the final norm. Released configs number *layers*, by their input (id i is boundary i) or by
+their output (id i is boundary i + 1), and the ids alone cannot always tell which. A wrong guess crashes nothing and
+costs most of the acceptance, so a list that fits both ways is never guessed silently: both readings are handed back,
+and the engine measures them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from eaglejax.errors import ConfigError
 
@@ -18,7 +19,7 @@ IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 MANIFEST_KEY = "eaglejax"
 OVERRIDE = "say which with capture='input', capture='output' or capture=(low, mid, high) as boundaries"
 
-Capture = Literal["auto", "input", "output"] | Sequence[int]
+Capture = str | Sequence[int]  # "auto", "input", "output", or the boundaries themselves
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class CaptureReading:
     """The boundaries a draft reads, in the order in which its `fc` joins them.
 
     `boundaries`: empty only where the config names none and no target is at hand to count blocks of.
-    `alternatives`: both named readings ("output", "input") where the config is ambiguous, the first being `boundaries`; else empty.
+    `alternatives`: both named readings ("output", "input") where the config is ambiguous, the first being `boundaries`;
+        else empty.
     `source`: one sentence for the load report. `warning`: something a user should look at, or "".
     """
 
@@ -41,7 +43,9 @@ class CaptureReading:
 
 
 def default_boundaries(num_target_layers: int) -> tuple[int, int, int]:
-    """2, L//2, L-3: what the EAGLE-3 reference captures. Refused for targets of fewer than 7 blocks, where these repeat or run backwards."""
+    """2, L//2, L-3: what the EAGLE-3 reference captures. Refused for targets of fewer than 7 blocks, where these repeat
+    or run backwards.
+    """
     ids = (2, num_target_layers // 2, num_target_layers - 3)
     if not 2 < ids[1] < ids[2]:
         raise ConfigError(
@@ -66,10 +70,12 @@ def read_capture(
         config: the draft's config.json.
         num_target_layers: blocks of the target, L; None where no target is at hand (then nothing is checked against L).
         n_captures: how many states the draft's `fc` joins.
-        capture: "auto" (the rules below), "input" (id i is boundary i), "output" (id i is boundary i + 1), or the boundaries themselves.
+        capture: "auto" (the rules below), "input" (id i is boundary i), "output" (id i is boundary i + 1), or the
+            boundaries themselves.
 
-    Rules of "auto": our own manifest states boundaries; ids at the top level are boundaries; ids under `eagle_config` whose first is 1 are layer
-    outputs; other ids under `eagle_config` are ambiguous unless only one reading lies within 0..L; no ids means 2, L//2, L-3.
+    Rules of "auto": our own manifest states boundaries; ids at the top level are boundaries; ids under `eagle_config`
+    whose first is 1 are layer outputs; other ids under `eagle_config` are ambiguous unless only one reading lies within
+    0..L; no ids means 2, L//2, L-3.
 
     Raises ConfigError naming the key, what was found and what was expected.
     """
@@ -118,7 +124,9 @@ def _shift(ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _told(capture: str, top: tuple[int, ...] | None, nested: tuple[int, ...] | None) -> CaptureReading | None:
-    """The convention is given. Where both places hold ids, each convention has its own: top level for inputs, eagle_config for outputs."""
+    """The convention is given. Where both places hold ids, each convention has its own: top level for inputs,
+    eagle_config for outputs.
+    """
     if capture == "input":
         ids = nested if top is None else top
         return (
@@ -159,8 +167,8 @@ def _automatic(
         warning = ""
         if limit is not None and limit >= 7 and _shift(top) == default_boundaries(limit):
             warning = (
-                f"the draft's top-level {IDS_KEY} {list(top)} are read as boundaries, but they are exactly the default in the layer-output"
-                " numbering: if acceptance is poor, try capture='output'"
+                f"the draft's top-level {IDS_KEY} {list(top)} are read as boundaries, but they are exactly the default"
+                " in the layer-output numbering: if acceptance is poor, try capture='output'"
             )
         return CaptureReading(top, source=f"top-level {IDS_KEY} {list(top)} are boundaries", warning=warning)
     if nested is None:
@@ -173,7 +181,8 @@ def _automatic(
         readings = readings[::-1]  # heads for these targets are released with inputs more often than not
     name, boundaries = readings[0]
     if len(readings) == 2:
-        source = f"AMBIGUOUS: {where} fit layer outputs (boundaries {list(_shift(nested))}) and layer inputs (boundaries {list(nested)})"
+        both = " and ".join(f"layer {name}s (boundaries {list(b)})" for name, b in readings)
+        source = f"AMBIGUOUS: {where} fit {both}"
         return CaptureReading(boundaries, readings, source)
     why = "the first is 1" if nested[0] == 1 else "the other reading lies outside the target"
     return CaptureReading(boundaries, source=f"{where} are layer {name}s ({why})")

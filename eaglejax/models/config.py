@@ -13,8 +13,10 @@ from typing import Literal
 class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv:2104.09864) with its scalings.
 
-    `rotary_dim` channels of each head are rotated; `interleaved` pairs channels (2i, 2i+1) in place of (i, i + rotary_dim/2).
-    `attention_factor` multiplies cos and sin (yarn, arXiv:2309.00071); None derives it from factor, mscale and mscale_all_dim.
+    `rotary_dim` channels of each head are rotated; `interleaved` pairs channels (2i, 2i+1) in place of (i, i +
+    rotary_dim/2).
+    `attention_factor` multiplies cos and sin (yarn, arXiv:2309.00071); None derives it from factor, mscale and
+    mscale_all_dim.
     """
 
     theta: float
@@ -51,7 +53,9 @@ class GQAConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), run absorbed over a cache of `kv_lora_rank` + `rope_dim`."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), run absorbed over a cache of `kv_lora_rank` +
+    `rope_dim`.
+    """
 
     heads: int
     q_lora_rank: int | None
@@ -131,14 +135,17 @@ class TargetConfig:
 class DraftConfig:
     """An EAGLE-3 draft (arXiv:2503.01840) in any of its released formats.
 
-    `boundaries`: the captured residual streams, boundary b = after b blocks of the target, in the order in which fc reads them;
-    empty only for a draft read without its target whose config does not name them. `captures`: how many fc joins.
+    `boundaries`: the captured residual streams, boundary b = after b blocks of the target, in the order in which fc
+        reads them; empty only for a draft read without its target whose config does not name them. `captures`: how many
+        fc joins.
     `fc`: whether a projection from the captures to `hidden_size` exists. `fc_bias`: with bias.
     `norm_before_residual`: the residual stream starts from hidden_norm(g) in place of g.
     `norm_before_fc`: one RMSNorm over the concatenated captures. `fc_norm`: one RMSNorm per capture.
-    `target_norm_eps`: the captured state first passes the target's final norm (ModelOpt without auxiliary states), else None.
+    `target_norm_eps`: the captured state first passes the target's final norm (ModelOpt without auxiliary states), else
+        None.
     `norm_output`: the state after the final norm is fed back to the next step (EAGLE-3.1).
-    `input_norm`, `hidden_norm`: norms of the first layer's two inputs, token embedding and hidden state. `final_norm`: norm before the head.
+    `input_norm`, `hidden_norm`: norms of the first layer's two inputs, token embedding and hidden state. `final_norm`:
+    norm before the head.
     `layers`: the first reads [embedding, hidden] (2 x hidden_size wide), the others are ordinary decoder blocks.
     """
 

@@ -187,11 +187,15 @@ def _refuse_without_hidden_norm(names: list[str], tensors: Collection[str], wher
     has_fc = any(re.search(r"(^|\.)fc\.weight$", tensor) for tensor in tensors)
     layers = {m.group(1) for t in tensors if (m := re.search(r"(?:^|\.)layers\.(\d+)\.", t))}
     if has_fc:
-        what = "this is an EAGLE-1/2 draft: its fc joins one token embedding and one hidden state, and it has no
-        hidden_norm" fix = "use an EAGLE-3 draft for this target"
+        what = (
+            "this is an EAGLE-1/2 draft: its fc joins a token embedding and a hidden state, and it has no hidden_norm"
+        )
+        fix = "use an EAGLE-3 draft for this target"
     elif layers:
-        what = f"this is a complete language model of {len(layers)} layers (a target), not a draft: it has no fc and no
-        hidden_norm" fix = "give the folder of the EAGLE-3 draft, or no draft for plain decoding"
+        what = (
+            f"this is a complete language model of {len(layers)} layers, not a draft: it has no fc and no hidden_norm"
+        )
+        fix = "give the folder of the EAGLE-3 draft, or no draft for plain decoding"
     else:
         what, fix = "this is not an EAGLE-3 draft: it has no hidden_norm", "give the folder of an EAGLE-3 draft"
     raise ConfigError(

@@ -1,7 +1,9 @@
-"""Config keys and tensors that a draft may carry without changing its forward pass, and those that may not be passed over.
+"""Config keys and tensors that a draft may carry without changing its forward pass, and those that may not be passed
+over.
 
-A key nobody reads is how acceptance is lost without an error. Keys read by us or known to be harmless are listed here; an unknown one is refused
-where its name could change the forward pass or a tensor carries the same name, else it is listed in the load report.
+A key nobody reads is how acceptance is lost without an error. Keys read by us or known to be harmless are listed here;
+an unknown one is refused where its name could change the forward pass or a tensor carries the same name, else it is
+listed in the load report.
 """
 
 from __future__ import annotations
@@ -13,42 +15,34 @@ from typing import Any
 from eaglejax.errors import ConfigError
 from eaglejax.models.capture import IDS_KEY, MANIFEST_KEY
 from eaglejax.models.draft_formats import ALIASES, FLAGS, FlatConfig
+from eaglejax.models.hf_config import HARMLESS as TARGET_HARMLESS
 
 READ = {
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "hidden_act", "hidden_activation", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave",
-    "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size", "attention_bias",
-    "mlp_bias", "bias", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings", "model_type",
-    "architectures", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "quantization_config",
-    "eagle_config", "transformer_layer_config", "speculators_model_type", IDS_KEY, MANIFEST_KEY, *FLAGS, *ALIASES,
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "hidden_act", "hidden_activation", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "rope_interleave", "max_position_embeddings", "original_max_position_embeddings",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", "attention_bias", "mlp_bias", "bias", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings", "model_type",
+    "architectures", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "quantization_config", "eagle_config", "transformer_layer_config", "speculators_model_type", "ptd_token_id",
+    "pard_token", "mask_token_id", "parallel_drafting", "mtp_config", "efficient_lm_head_config", "dflash_config",
+    "target_layer_ids",
+    IDS_KEY, MANIFEST_KEY, *FLAGS, *ALIASES,
 }  # fmt: skip
 
-HARMLESS = {
-    # identity, dtype, tokens: copied often, and often wrong (tensors tell the truth)
-    "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "decoder_start_token_id", "unk_token_id", "base_model", "license", "_commit_hash", "producer", "speculators_version",
-    "speculators_config", "verifier", "eagle_decoder_type", "num_nextn_predict_layers", "num_lookahead_tokens", "eagle_architecture_config",
-    "ptd_token_id", "pard_token", "mask_token_id", "parallel_drafting", "mtp_config", "efficient_lm_head_config", "dflash_config",
-    # training only
-    "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-    "embed_requires_grad", "use_cache", "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "pretraining_tp",
-    "gradient_checkpointing", "ttt_steps", "loss_type", "ep_size", "router_jitter_noise", "eagle_loss_decay_factor", "eagle_ttt_steps",
-    "eagle_freeze_base_model", "eagle_hidden_state_distillation", "eagle_self_logit_distillation", "eagle_offline", "eagle_reuse_base_decoder",
-    "eagle_mix_hidden_states", "eagle_report_acc", "has_lm_head", "tree_size", "use_torch_compile", "next_layer_regular",
-    "parallel_draft_heads_num_layers",
-    # generation and plumbing of transformers
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "torchscript", "use_bfloat16", "pruned_heads",
-    "is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "chunk_size_feed_forward",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams",
-    "num_beam_groups", "diversity_penalty", "do_sample", "early_stopping", "max_length", "min_length", "num_return_sequences",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "output_scores", "problem_type", "finetuning_task",
-    "id2label", "label2id", "num_labels", "task_specific_params", "tokenizer_class", "prefix", "_attn_implementation", "attn_implementation",
-    "_attn_implementation_internal", "_attn_implementation_autoset", "is_experts_implementation", "tf_legacy_loss", "experts_implementation",
-    # experts and routers, in configs copied from the target: a draft's MLP is dense, and experts in the file would be unknown tensors
-    "moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group", "n_routed_experts", "n_shared_experts", "num_experts",
-    "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "scoring_func", "topk_method",
-    "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "qk_head_dim",
+HARMLESS = TARGET_HARMLESS | {
+    # identity, and training alone
+    "producer", "speculators_version", "speculators_config", "verifier", "eagle_decoder_type",
+    "num_lookahead_tokens", "eagle_architecture_config", "embed_requires_grad", "ttt_steps", "loss_type",
+    "eagle_loss_decay_factor", "eagle_ttt_steps", "eagle_freeze_base_model", "eagle_hidden_state_distillation",
+    "eagle_self_logit_distillation", "eagle_offline", "eagle_reuse_base_decoder", "eagle_mix_hidden_states",
+    "eagle_report_acc", "has_lm_head", "use_torch_compile", "next_layer_regular", "parallel_draft_heads_num_layers",
+    # experts and routers, in configs copied from the target: a draft's MLP is dense, and experts in the file would be
+    # unknown tensors
+    "moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group", "n_routed_experts",
+    "n_shared_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob",
+    "routed_scaling_factor", "scoring_func", "topk_method", "first_k_dense_replace", "moe_layer_freq",
+    "decoder_sparse_step", "mlp_only_layers", "qk_head_dim",
 }  # fmt: skip
 
 # Values that switch nothing on, of keys that are otherwise refused.
@@ -67,7 +61,8 @@ LEFTOVER = re.compile(
 
 
 def check_keys(flat: FlatConfig, tensors: Collection[str], where: object) -> list[str]:
-    """The unknown but harmless keys of a draft's config, for the load report; raises ConfigError for one that could change the forward pass.
+    """The unknown but harmless keys of a draft's config, for the load report; raises ConfigError for one that could
+    change the forward pass.
 
     Arguments:
         tensors: the names of the checkpoint's tensors; an unknown key whose name occurs in one of them is refused.

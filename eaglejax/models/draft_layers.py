@@ -1,13 +1,17 @@
-"""The decoder layers of a draft: attention (grouped-query or latent), window, RoPE and MLP, from its config and tensor shapes."""
+"""The decoder layers of a draft: attention (grouped-query or latent), window, RoPE and MLP, from its config and tensor
+shapes.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, RopeConfig
 from eaglejax.models.draft_formats import FlatConfig, Shapes
-from eaglejax.models.draft_rope import mla_scale, read_rope
 from eaglejax.models.layers import ACTIVATIONS
+from eaglejax.models.rope import mla_scale, read_rope
 
 
 def read_layers(
@@ -15,7 +19,8 @@ def read_layers(
 ) -> tuple[LayerConfig, ...]:
     """One LayerConfig per layer found in the tensors; the first reads 2 x hidden, the others are ordinary blocks.
 
-    `num_hidden_layers` of a config is often a stale copy: the tensors count. Raises ConfigError or CheckpointError naming key or tensor.
+    `num_hidden_layers` of a config is often a stale copy: the tensors count. Raises ConfigError or CheckpointError
+    naming key or tensor.
     """
     count = tensors.layers
     said = flat.layer.get("num_hidden_layers")
@@ -53,7 +58,8 @@ def _rows(tensors: Shapes, name: str, rows: int, why: str, where: object) -> Non
 def _biases(flat: FlatConfig, tensors: Shapes, names: list[str], where: object, key: str) -> bool:
     """Whether a group of projections has biases: the tensors decide, all of a group or none.
 
-    SpecForge writes `attention_bias` and ignores it, so its config alone makes no bias; in a speculators config it is meant.
+    SpecForge writes `attention_bias` and ignores it, so its config alone makes no bias; in a speculators config it is
+    meant.
     """
     there = [name for name in names if tensors.shape(name) is not None]
     if there and len(there) != len(names):
@@ -99,7 +105,7 @@ def _grouped(flat: FlatConfig, tensors: Shapes, index: int, hidden: int, where: 
         heads,
         kv_heads,
         head_dim,
-        read_rope(flat.layer, head_dim, interleaved=False, where=where),
+        read_rope(_text_rope(flat), head_dim, where=where),
         qkv_bias=_biases(flat, tensors, [f"{prefix}{n}_proj.bias" for n in "qkv"], where, "attention_bias"),
         output_bias=tensors.shape(f"{prefix}o_proj.bias") is not None,
         qk_norm=all(normed),
@@ -109,7 +115,9 @@ def _grouped(flat: FlatConfig, tensors: Shapes, index: int, hidden: int, where: 
 
 
 def _window(flat: FlatConfig, index: int, where: object) -> int | None:
-    """The sliding window of a layer: `layer_types` decides where it is given, else `sliding_window` and the flags that go with it."""
+    """The sliding window of a layer: `layer_types` decides where it is given, else `sliding_window` and the flags that
+    go with it.
+    """
     layer = flat.layer
     size, kinds = layer.get("sliding_window"), layer.get("layer_types")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
@@ -145,7 +153,9 @@ def _latent(flat: FlatConfig, tensors: Shapes, where: object) -> MLAConfig:
         _need(flat, key, where) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     q_rank = _need(flat, "q_lora_rank", where) if flat.layer.get("q_lora_rank") is not None else None
-    rope = read_rope(flat.layer, rope_dim, interleaved=flat.layer.get("rope_interleave") is not False, where=where)
+    rope = read_rope(
+        _text_rope(flat), rope_dim, interleaved=flat.layer.get("rope_interleave") is not False, where=where
+    )
     eps = flat.layer.get("rms_norm_eps")
     bias = tensors.shape("layers.0.self_attn.kv_a_proj_with_mqa.bias") is not None
     return MLAConfig(
@@ -174,6 +184,16 @@ def _mlp(flat: FlatConfig, tensors: Shapes, index: int, where: object) -> DenseC
         )
     bias = _biases(flat, tensors, [f"{prefix}{n}_proj.bias" for n in ("gate", "up", "down")], where, "mlp_bias")
     return DenseConfig(width, bias, act)
+
+
+def _text_rope(flat: FlatConfig) -> dict[str, Any]:
+    """The config with mrope read as the plain rotation: the three positions of a text token are equal."""
+    layer = dict(flat.layer)
+    for key in ("rope_scaling", "rope_parameters"):
+        value = layer.get(key)
+        if isinstance(value, dict) and "mrope" in (value.get("rope_type"), value.get("type")):
+            layer[key] = {"rope_theta": value["rope_theta"]} if value.get("rope_theta") else None
+    return layer
 
 
 def _report_rope(flat: FlatConfig, rope: RopeConfig, report: LoadReport) -> None:

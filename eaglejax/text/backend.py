@@ -27,8 +27,8 @@ class Backend(Protocol):
         """Ids of `text`; special tokens written in it are recognised, none is added."""
         ...
 
-    def piece(self, token_id: int, first: bool) -> bytes:
-        """Bytes that `token_id` adds to a text (`first`: as its first token); empty for an id that is no token."""
+    def piece(self, token_id: int, first: bool) -> bytes | None:
+        """Bytes that `token_id` adds to a text (`first`: as its first token), or None for an id that is no token."""
         ...
 
     def token(self, token_id: int) -> str | None:
@@ -55,9 +55,9 @@ class LibraryBackend:
     def encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids
 
-    def piece(self, token_id: int, first: bool) -> bytes:
+    def piece(self, token_id: int, first: bool) -> bytes | None:
         token = self.token(token_id)
-        return b"" if token is None else self._pieces.of(token, first)
+        return None if token is None else self._pieces.of(token, first)
 
     def token(self, token_id: int) -> str | None:
         return self._library.id_to_token(token_id) if 0 <= token_id < self.size else None

@@ -97,7 +97,7 @@ class ChatTemplate:
             raise PromptError("the chat template failed on these messages", where=self._where, found=found) from None
 
 
-def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
+def parse_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
     """`messages` as a template takes them: each with a role and text. Lists of {"type": "text"} parts are joined.
 
     Raises PromptError naming the message at fault.

@@ -34,9 +34,9 @@ class Detokenizer:
 
     def push_one(self, token_id: int) -> str:
         """The text that one id completes."""
-        if token_id in self._skipped or self._backend.token(token_id) is None:
+        piece = None if token_id in self._skipped else self._backend.piece(token_id, self._first)
+        if piece is None:
             return ""
-        piece = self._backend.piece(token_id, self._first)
         self._first = False
         if self._to_strip:
             spaces = min(self._to_strip, len(piece) - len(piece.lstrip(b" ")))

@@ -10,7 +10,7 @@ import numpy as np
 
 from eaglejax.errors import PromptError
 from eaglejax.text.backend import Backend
-from eaglejax.text.chat import ChatTemplate, Message, check_messages, no_template
+from eaglejax.text.chat import ChatTemplate, Message, no_template, parse_messages
 from eaglejax.text.detokenizer import Detokenizer
 
 
@@ -92,7 +92,7 @@ class Tokenizer:
 
         Raises PromptError for malformed messages, CheckpointError where there is no template.
         """
-        checked = check_messages(messages)
+        checked = parse_messages(messages)
         if self.chat is None:
             raise no_template(self.where)
         return self.chat.render(checked, add_generation_prompt=add_generation_prompt, **variables)

@@ -47,6 +47,7 @@ PATTERN = "|".join(
 # models' own code does.
 _MAX_TEXT, _MAX_RUN = 400_000, 25_000
 _RUNS = re.compile(r"\s+|\S+")
+_LETTERS = byte_letters()
 
 
 class TiktokenBackend:
@@ -75,14 +76,13 @@ class TiktokenBackend:
     def encode(self, text: str) -> list[int]:
         return [i for part in cut(text) for i in self._encoding.encode(part, allowed_special="all")]
 
-    def piece(self, token_id: int, first: bool) -> bytes:
-        return self._bytes.get(token_id, b"")
+    def piece(self, token_id: int, first: bool) -> bytes | None:
+        return self._bytes.get(token_id)
 
     def token(self, token_id: int) -> str | None:
         if token_id in self._special_texts:
             return self._special_texts[token_id]
-        letters = byte_letters()
-        return None if (token := self._bytes.get(token_id)) is None else "".join(letters[b] for b in token)
+        return None if (token := self._bytes.get(token_id)) is None else "".join(_LETTERS[b] for b in token)
 
     def token_id(self, token: str) -> int | None:
         if token in self._special:

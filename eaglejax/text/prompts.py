@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import PromptError
-from eaglejax.text.chat import check_messages
+from eaglejax.text.chat import parse_messages
 from eaglejax.text.interface import Tokenizer
 
 _KINDS = "text, token ids, chat messages, or a list of them"
@@ -19,7 +19,7 @@ _KINDS = "text, token ids, chat messages, or a list of them"
 _FIELDS = ("prompt", "token_ids", "messages", "turns")
 
 
-def encode_prompts(prompts: Any, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> list[list[int]]:
+def parse_prompts(prompts: Any, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> list[list[int]]:
     """Ids of one prompt or of a list of prompts: text, token ids (ints or a one-dimensional integer array), or chat
     messages.
 
@@ -40,7 +40,7 @@ def encode_prompts(prompts: Any, tokenizer: Tokenizer | None, *, vocab_size: int
 
 
 def split_batch(prompts: Any) -> list[Any]:
-    """The prompts of a batch; one prompt gives a list of one. See `encode_prompts` for what is what."""
+    """The prompts of a batch; one prompt gives a list of one. See `parse_prompts` for what is what."""
     if _is_array(prompts):
         array = np.asarray(prompts)
         if array.ndim not in (1, 2):
@@ -104,7 +104,7 @@ def _encode(prompt: Any, where: str, tokenizer: Tokenizer | None, *, vocab_size:
 def _encode_words(prompt: Any, where: str, tokenizer: Tokenizer | None) -> list[int]:
     """Ids of text or of chat messages; errors get the prompt's index."""
     if not isinstance(prompt, str):
-        prompt = check_messages(prompt, where)
+        prompt = parse_messages(prompt, where)
     if tokenizer is None:
         raise PromptError(
             "this checkpoint has no tokenizer",
@@ -174,7 +174,7 @@ def _read_line(line: bytes, where: str) -> Any:
 def _read_field(field: str, value: Any, where: str) -> Any:
     place = f"{where}: {field}"
     if field == "messages":
-        return check_messages(value, place)
+        return parse_messages(value, place)
     if field == "prompt":
         if not isinstance(value, str) or not value:
             raise PromptError("not a text", where=place, found=repr(value))

@@ -62,8 +62,8 @@ def write_shards(folder: Path, shards: list[dict[str, np.ndarray]], index: bool 
     return folder
 
 
-# a llama model of two layers; every size differs from the others
-HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 96, 4, 2, 32, 10, 2
+# a llama model of two layers; the width of each matrix differs from the others
+HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 160, 96, 4, 2, 32, 10, 2
 
 
 def llama_weights(seed: int = 0) -> dict[str, np.ndarray]:

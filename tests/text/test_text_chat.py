@@ -8,7 +8,7 @@ import pytest
 from synthetic_vocabularies import byte_level_bpe, save_folder, write_json
 
 from eaglejax.errors import CheckpointError, PromptError
-from eaglejax.text.chat import ChatTemplate, check_messages
+from eaglejax.text.chat import ChatTemplate, parse_messages
 from eaglejax.text.tokenizer import load_tokenizer
 
 CHATML = (
@@ -83,9 +83,9 @@ def test_template_errors():
 
 def test_messages_are_checked():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    checked = check_messages([{"role": "user", "content": parts, "name": "x"}])
+    checked = parse_messages([{"role": "user", "content": parts, "name": "x"}])
     assert checked == [{"role": "user", "content": "ab", "name": "x"}]
-    assert check_messages([{"role": "assistant", "content": None, "tool_calls": [1]}])[0]["content"] == ""
+    assert parse_messages([{"role": "assistant", "content": None, "tool_calls": [1]}])[0]["content"] == ""
     image = [{"role": "user", "content": [parts[0], {"type": "image_url", "image_url": "x"}]}]
     for bad, message in (
         (image, r"messages\[0\].content\[1\].*'image_url'"),
@@ -97,4 +97,4 @@ def test_messages_are_checked():
         (HI[0], "chat messages are a list"),
     ):
         with pytest.raises(PromptError, match=message):
-            check_messages(bad)
+            parse_messages(bad)

@@ -11,7 +11,7 @@ import pytest
 from synthetic_vocabularies import byte_level_bpe, save_folder
 
 from eaglejax.errors import CheckpointError, PromptError
-from eaglejax.text.prompts import encode_prompts, read_prompts
+from eaglejax.text.prompts import parse_prompts, read_prompts
 from eaglejax.text.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def encode(prompts, tokenizer=None, vocab_size: int = 400, max_len: int = 16):
-    return encode_prompts(prompts, tokenizer, vocab_size=vocab_size, max_len=max_len)
+    return parse_prompts(prompts, tokenizer, vocab_size=vocab_size, max_len=max_len)
 
 
 def test_one_prompt_or_a_batch(tokenizer):

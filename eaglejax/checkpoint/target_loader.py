@@ -1,0 +1,204 @@
+"""Loads a target: config and headers checked first, then every weight filled in its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from eaglejax.checkpoint.json_file import read_config, read_generation_config
+from eaglejax.checkpoint.reader import CheckpointReader, TensorInfo, open_checkpoint
+from eaglejax.checkpoint.weight_plan import Plan, Recipe, target_plan
+from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.load_report import LoadReport
+from eaglejax.models.layers import leaves
+from eaglejax.models.target import Target
+from eaglejax.models.target_config import TargetReading, read_target_config
+
+SECTION = "target"
+DTYPES = ("float32", "bfloat16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+# tables that are computed here, and masks of old releases
+BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(masked_bias|attn\.bias)$")
+
+
+def load_target(folder: str | Path, *, dtype: DTypeLike = "float32", report: LoadReport | None = None) -> Target:
+    """A target from a Hugging Face folder, a .safetensors file beside its config.json, or a .gguf file.
+
+    Arguments:
+        dtype: "float32" or "bfloat16"; all weights are cast to it except routers, which stay float32.
+        report: what was read, cast, skipped and assumed is noted there.
+
+    Raises:
+        CheckpointError, ConfigError: before anything is allocated, naming file, tensor or key, what was found and what was expected.
+    """
+    report = LoadReport() if report is None else report
+    name = str(jnp.dtype(dtype))
+    if name not in DTYPES:
+        raise ConfigError("dtype is not supported", found=name, expected=" or ".join(DTYPES))
+    reading, reader = open_target(folder)
+    return build_target(reading, reader, name, report)
+
+
+def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
+    """Config and headers of a target, read and checked; no weight is touched. Arguments and errors as in `load_target`."""
+    path = Path(folder)
+    base = path if path.is_dir() else path.parent
+    if path.suffix == ".gguf":
+        reader = open_checkpoint(path)
+        values, generation = reader.hf_config or {}, {}
+    else:
+        # the config first: an unknown family is the better message where both are wrong
+        values, generation = read_config(base), read_generation_config(base)
+    where = path if path.suffix == ".gguf" else base / "config.json"
+    reading = read_target_config(values, where=where, generation=generation)
+    reader = open_checkpoint(path) if path.suffix != ".gguf" else reader  # pyright: ignore[reportPossiblyUnbound]
+    return reading, reader
+
+
+def build_target(reading: TargetReading, reader: CheckpointReader, dtype: str, report: LoadReport) -> Target:
+    """The target of a config that was read, filled from a reader."""
+    config = reading.config
+    prefix, head_prefix = _prefixes(reading, reader)
+    plan = target_plan(config, reading.family, prefix, head_prefix)
+    chosen = choose(plan, reader)
+    _report(reading, reader, chosen, dtype, report)
+    _sort_leftovers(reading, reader, chosen, prefix, head_prefix, report)
+    target = nnx.eval_shape(lambda: Target(config, dtype=dtype))
+    fill(target, chosen, reader)
+    return target
+
+
+def _prefixes(reading: TargetReading, reader: CheckpointReader) -> tuple[str, str]:
+    candidates = reading.family.prefixes
+    for prefix, head_prefix in candidates:
+        if f"{prefix}embed_tokens.weight" in reader.tensors:
+            return prefix, head_prefix
+    raise CheckpointError(
+        "the embedding is missing",
+        where=reader.path,
+        found=f"{len(reader.tensors)} tensors, the first {min(reader.tensors, default='none')!r}",
+        expected=" or ".join(f"{prefix}embed_tokens.weight" for prefix, _ in candidates),
+    )
+
+
+def choose(plan: Plan, reader: CheckpointReader) -> dict[str, Recipe]:
+    """For each leaf the recipe that the checkpoint holds; every name, shape and dtype is checked against the headers."""
+    chosen, faults = {}, []
+    for leaf, recipes in plan.items():
+        recipe = next((r for r in recipes if any(part.name in reader.tensors for part in r)), recipes[0])
+        chosen[leaf] = recipe
+        for part in recipe:
+            info = reader.tensors.get(part.name)
+            if info is None:
+                faults.append(("is missing", reader.path, part.name, "nothing", f"{list(part.shape)}"))
+            elif not _fits(info, part.shape, part.padded):
+                faults.append(("has the wrong shape", info.file, part.name, f"{list(info.shape)}", f"{list(part.shape)}"))
+            elif info.dtype not in FLOATS:
+                expected = f"one of {', '.join(FLOATS)}; quantised weights cannot be read yet"
+                faults.append(("has a dtype that cannot be read", info.file, part.name, info.dtype, expected))
+    if faults:
+        what, file, tensor, found, expected = faults[0]
+        more = f" (and {len(faults) - 1} more tensors at fault)" if len(faults) > 1 else ""
+        raise CheckpointError(f"tensor {tensor!r} {what}{more}", where=file, found=found, expected=expected)
+    return chosen
+
+
+def _fits(info: TensorInfo, shape: tuple[int, ...], padded: bool) -> bool:
+    if padded and len(info.shape) == len(shape):
+        return info.shape[0] >= shape[0] and info.shape[1:] == shape[1:]
+    return info.shape == shape
+
+
+def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader) -> None:
+    """Fills every leaf of an abstract module; a leaf without a recipe is an error of the plan, not of the file."""
+    variables = leaves(module)
+    assert variables.keys() == chosen.keys(), sorted(variables.keys() ^ chosen.keys())
+    for leaf, variable in variables.items():
+        shape, dtype = variable.shape, variable.dtype
+        buffer = np.empty(shape, dtype)
+        for part in chosen[leaf]:
+            values = reader.read(part.name)
+            buffer[part.place] = values if part.view is None else part.view(values)
+        variable.set_value(jax.device_put(buffer))
+
+
+def _report(
+    reading: TargetReading, reader: CheckpointReader, chosen: dict[str, Recipe], dtype: str, report: LoadReport
+) -> None:
+    config = reading.config
+    used = [part for recipe in chosen.values() for part in recipe]
+    stored = sorted({reader.tensors[part.name].stored for part in used})
+    report.note(SECTION, f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}, from {reader.path}")
+    report.note(SECTION, f"weights {', '.join(stored)} in the file, {dtype} here (routers float32)")
+    if config.tie_embeddings:
+        report.note(SECTION, "the head is the embedding (tied)")
+    for part in used:
+        rows = reader.tensors[part.name].shape[0] if part.padded else 0
+        if rows > config.vocab_size:
+            report.note(SECTION, f"{part.name}: {rows} rows, those beyond vocab_size {config.vocab_size} dropped as padding")
+    for line in reading.assumed:
+        report.note(SECTION, f"assumed: {line}")
+    if reading.unread:
+        report.note(SECTION, f"config keys that are not used: {', '.join(reading.unread)}")
+
+
+def _sort_leftovers(
+    reading: TargetReading,
+    reader: CheckpointReader,
+    chosen: dict[str, Recipe],
+    prefix: str,
+    head_prefix: str,
+    report: LoadReport,
+) -> None:
+    """Lists the tensors that are not needed; refuses those that would change the forward pass."""
+    used = {part.name for recipe in chosen.values() for part in recipe}
+    config, head = reading.config, f"{head_prefix}lm_head.weight"
+    groups: dict[str, list[str]] = {}
+    unknown = []
+    for name in sorted(reader.tensors.keys() - used):
+        layer = re.match(re.escape(prefix) + r"layers\.(\d+)\.", name)
+        index = int(layer[1]) if layer else -1
+        prediction = layer is not None and f"{layer[0]}eh_proj.weight" in reader.tensors
+        if name.startswith(reading.family.skipped):
+            groups.setdefault("vision", []).append(name)
+        elif name.startswith("mtp.") or (prediction and index >= config.num_layers):
+            groups.setdefault("multi-token prediction", []).append(name)
+        elif BUFFERS.search(name):
+            groups.setdefault("computed here", []).append(name)
+        elif name == head and config.tie_embeddings:
+            _refuse_untied(reader, f"{prefix}embed_tokens.weight", head)
+            groups.setdefault("copy of the tied embedding", []).append(name)
+        else:
+            unknown.append(name)
+    for kind, names in groups.items():
+        report.note(SECTION, f"skipped, {kind}: {len(names)} tensors ({_some(names)})")
+    if unknown:
+        info = reader.tensors[unknown[0]]
+        raise CheckpointError(
+            f"{len(unknown)} tensors have no place in the model that config.json describes",
+            where=info.file,
+            found=_some([f"{name} {list(reader.tensors[name].shape)}" for name in unknown]),
+            fix="they would change the forward pass; check the config (biases, norms, number of layers)",
+        )
+
+
+def _refuse_untied(reader: CheckpointReader, embedding: str, head: str) -> None:
+    if not np.array_equal(reader.read(embedding), reader.read(head)):
+        raise CheckpointError(
+            "the config says that head and embedding are tied, but the checkpoint holds two different tensors",
+            where=reader.tensors[head].file,
+            found=f"{embedding} and {head}",
+            fix='set "tie_word_embeddings": false in config.json to use both',
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,194 @@
+"""Where each weight of a model comes from: tensor names and shapes, and the place of each in our arrays.
+
+A plan is made from the config alone and checked against the headers of the files before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Shaped
+
+from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
+from eaglejax.models.families import ExpertNames, Family
+
+View = Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a checkpoint and where its values go in a leaf.
+
+    `place`: index into the leaf, () for all of it. `view`: reshapes or cuts the tensor to what goes there.
+    `padded`: the first axis may be longer (a vocabulary padded for some hardware); the rows beyond are dropped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: tuple[int, ...] = ()
+    view: View | None = None
+    padded: bool = False
+
+
+# A leaf is filled by the first of its recipes of which the checkpoint holds any tensor.
+Recipe = tuple[Part, ...]
+Plan = dict[str, tuple[Recipe, ...]]
+
+
+def whole(name: str, *shape: int) -> tuple[Recipe, ...]:
+    """A leaf that is one tensor as it lies."""
+    return ((Part(name, shape),),)
+
+
+def pair(first: str, second: str, *shape: int) -> tuple[Recipe, ...]:
+    """A leaf of two tensors, one after the other along a new first axis."""
+    return ((Part(first, shape, (0,)), Part(second, shape, (1,))),)
+
+
+def target_plan(config: TargetConfig, family: Family, prefix: str, head_prefix: str) -> Plan:
+    """The plan of a whole target; `prefix` stands before "embed_tokens", `head_prefix` before "lm_head"."""
+    vocab, size = config.vocab_size, config.hidden_size
+    table = lambda name: ((Part(name, (vocab, size), view=lambda rows: rows[:vocab], padded=True),),)
+    plan: Plan = {"embedding.weight": table(f"{prefix}embed_tokens.weight")}
+    plan["norm.scale"] = whole(f"{prefix}norm.weight", size)
+    if not config.tie_embeddings:
+        plan["head.weight"] = table(f"{head_prefix}lm_head.weight")
+    for index, layer in enumerate(config.layers):
+        inner = block_plan(layer, size, size, f"{prefix}layers.{index}.", family.names)
+        plan |= {f"layers.{index}.{leaf}": recipes for leaf, recipes in inner.items()}
+    return plan
+
+
+def block_plan(layer: LayerConfig, in_features: int, size: int, prefix: str, names: ExpertNames) -> Plan:
+    """The plan of one block; attention reads `in_features` and gives `size`."""
+    attention = latent_plan if isinstance(layer.attention, MLAConfig) else gqa_plan
+    plan: Plan = {"input_norm.scale": whole(f"{prefix}input_layernorm.weight", size)}
+    plan["post_norm.scale"] = whole(f"{prefix}post_attention_layernorm.weight", size)
+    inner = attention(layer.attention, in_features, size, f"{prefix}self_attn.")  # pyright: ignore[reportArgumentType]
+    plan |= {f"attention.{leaf}": recipes for leaf, recipes in inner.items()}
+    if isinstance(layer.mlp, MoEConfig):
+        inner = moe_plan(layer.mlp, size, prefix, names)
+    else:
+        inner = dense_plan(layer.mlp, size, f"{prefix}mlp.")
+    return plan | {f"mlp.{leaf}": recipes for leaf, recipes in inner.items()}
+
+
+def gqa_plan(config: GQAConfig, in_features: int, out_features: int, prefix: str) -> Plan:
+    """q, k, v and output projections, with the biases, per-head norms and sinks of the config."""
+    width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    plan: Plan = {
+        "q.weight": whole(f"{prefix}q_proj.weight", width, in_features),
+        "kv.weight": pair(f"{prefix}k_proj.weight", f"{prefix}v_proj.weight", kv, in_features),
+        "out.weight": whole(f"{prefix}o_proj.weight", out_features, width),
+    }
+    if config.qkv_bias:
+        plan["q.bias"] = whole(f"{prefix}q_proj.bias", width)
+        plan["kv.bias"] = pair(f"{prefix}k_proj.bias", f"{prefix}v_proj.bias", kv)
+    if config.output_bias:
+        plan["out.bias"] = whole(f"{prefix}o_proj.bias", out_features)
+    if config.qk_norm:
+        plan["q_norm.scale"] = whole(f"{prefix}q_norm.weight", config.head_dim)
+        plan["k_norm.scale"] = whole(f"{prefix}k_norm.weight", config.head_dim)
+    if config.sinks:
+        plan["sinks"] = whole(f"{prefix}sinks", config.heads)
+    return plan
+
+
+def latent_plan(config: MLAConfig, in_features: int, out_features: int, prefix: str) -> Plan:
+    """Latent attention; kv_b_proj is cut into its key and value parts, which the absorbed form needs apart."""
+    heads, latent = config.heads, config.kv_lora_rank
+    q_width = heads * (config.nope_dim + config.rope_dim)
+    both = (heads * (config.nope_dim + config.value_dim), latent)
+    part = lambda cut: ((Part(f"{prefix}kv_b_proj.weight", both, view=lambda w: w.reshape(heads, -1, latent)[:, cut]),),)
+    plan: Plan = {
+        "kv_a.weight": whole(f"{prefix}kv_a_proj_with_mqa.weight", latent + config.rope_dim, in_features),
+        "kv_a_norm.scale": whole(f"{prefix}kv_a_layernorm.weight", latent),
+        "key_up": part(slice(None, config.nope_dim)),
+        "value_up": part(slice(config.nope_dim, None)),
+        "out.weight": whole(f"{prefix}o_proj.weight", out_features, heads * config.value_dim),
+    }
+    if config.q_lora_rank is None:
+        plan["q.weight"] = whole(f"{prefix}q_proj.weight", q_width, in_features)
+    else:
+        plan["q_a.weight"] = whole(f"{prefix}q_a_proj.weight", config.q_lora_rank, in_features)
+        plan["q_a_norm.scale"] = whole(f"{prefix}q_a_layernorm.weight", config.q_lora_rank)
+        plan["q_b.weight"] = whole(f"{prefix}q_b_proj.weight", q_width, config.q_lora_rank)
+    if config.bias:
+        plan["kv_a.bias"] = whole(f"{prefix}kv_a_proj_with_mqa.bias", latent + config.rope_dim)
+        plan["out.bias"] = whole(f"{prefix}o_proj.bias", out_features)
+        if config.q_lora_rank is not None:
+            plan["q_a.bias"] = whole(f"{prefix}q_a_proj.bias", config.q_lora_rank)
+    return plan
+
+
+def dense_plan(config: DenseConfig, size: int, prefix: str) -> Plan:
+    """A gated MLP."""
+    gate, up, down = (f"{prefix}{name}_proj" for name in ("gate", "up", "down"))
+    plan: Plan = {
+        "gate_up.weight": pair(f"{gate}.weight", f"{up}.weight", config.width, size),
+        "down.weight": whole(f"{down}.weight", size, config.width),
+    }
+    if config.bias:
+        plan["gate_up.bias"] = pair(f"{gate}.bias", f"{up}.bias", config.width)
+        plan["down.bias"] = whole(f"{down}.bias", size)
+    return plan
+
+
+def moe_plan(config: MoEConfig, size: int, prefix: str, names: ExpertNames) -> Plan:
+    """Router, experts (one tensor each, or fused as transformers 5 holds them) and shared experts."""
+    count = config.experts
+    # transformers 5 calls the block "mlp" in every family
+    routers = [f"{prefix}{names.router}"] + [f"{prefix}mlp.gate"] * (names.block != "mlp")
+    plan: Plan = {"router.weight": tuple((Part(f"{router}.weight", (count, size)),) for router in routers)}
+    if config.router_bias:
+        plan["router.bias"] = whole(f"{prefix}{names.router}.bias", count)
+    if config.correction_bias:
+        plan["router.correction"] = whole(f"{prefix}{names.router}.e_score_correction_bias", count)
+    fused = _transposed_experts if names.transposed else _fused_experts
+    plan |= {f"experts.{leaf}": (recipe,) for leaf, recipe in fused(config, size, f"{prefix}mlp.experts.").items()}
+    if not names.fused_only:
+        single = _single_experts(config, size, f"{prefix}{names.block}.experts.", names)
+        for leaf, recipe in single.items():
+            plan[f"experts.{leaf}"] = (recipe, *plan[f"experts.{leaf}"])
+    if config.shared_width:
+        shared = dense_plan(DenseConfig(config.shared_width), size, f"{prefix}{names.shared}.")
+        plan |= {f"shared.{leaf}": recipes for leaf, recipes in shared.items()}
+    if config.shared_gate:
+        plan["shared_gate"] = whole(f"{prefix}{names.shared}_gate.weight", 1, size)
+    return plan
+
+
+def _single_experts(config: MoEConfig, size: int, prefix: str, names: ExpertNames) -> dict[str, Recipe]:
+    gate_up, down = [], []
+    for expert in range(config.experts):
+        for place, name in enumerate((names.gate, names.up)):
+            gate_up.append(Part(f"{prefix}{expert}.{name}.weight", (config.width, size), (expert, place)))
+        down.append(Part(f"{prefix}{expert}.{names.down}.weight", (size, config.width), (expert,)))
+    return {"gate_up": tuple(gate_up), "down": tuple(down)}
+
+
+def _fused_experts(config: MoEConfig, size: int, prefix: str) -> dict[str, Recipe]:
+    count, width = config.experts, config.width
+    halves = lambda w: w.reshape(count, 2, width, size)
+    return {
+        "gate_up": (Part(f"{prefix}gate_up_proj", (count, 2 * width, size), view=halves),),
+        "down": (Part(f"{prefix}down_proj", (count, size, width)),),
+    }
+
+
+def _transposed_experts(config: MoEConfig, size: int, prefix: str) -> dict[str, Recipe]:
+    """[e, in, out], gate and up taking turns along out (gpt-oss)."""
+    count, width = config.experts, config.width
+    apart = lambda w: w.reshape(count, size, width, 2).transpose(0, 3, 2, 1)
+    apart_bias = lambda b: b.reshape(count, width, 2).transpose(0, 2, 1)
+    turned = lambda w: w.transpose(0, 2, 1)
+    recipes: dict[str, Recipe] = {
+        "gate_up": (Part(f"{prefix}gate_up_proj", (count, size, 2 * width), view=apart),),
+        "down": (Part(f"{prefix}down_proj", (count, width, size), view=turned),),
+    }
+    if config.expert_bias:
+        recipes["gate_up_bias"] = (Part(f"{prefix}gate_up_proj_bias", (count, 2 * width), view=apart_bias),)
+        recipes["down_bias"] = (Part(f"{prefix}down_proj_bias", (count, size)),)
+    return recipes

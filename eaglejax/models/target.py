@@ -1,0 +1,71 @@
+"""The target model: embedding, decoder blocks with captured boundaries, head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from eaglejax.models.block import Block
+from eaglejax.models.config import TargetConfig
+from eaglejax.models.layers import Embedding, Linear, RMSNorm, project
+from eaglejax.models.rows import KVRows, Step, empty_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass gives."""
+
+    hidden: Float[Array, "b t d"]  # boundary L: the residual stream after the last block, before the final norm
+    captured: tuple[Float[Array, "b t d"], ...]  # the boundaries asked for, in the order asked
+    rows: list[KVRows]  # the t own rows of every layer, which the caller writes to its caches
+
+
+class Target(nnx.Module):
+    """A decoder-only language model of any family.
+
+    Boundary b is the residual stream after b blocks: 0 is the embedding, `num_layers` is before the final norm.
+    With tied embeddings `head` is None and the embedding array itself is the head.
+    """
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        size = config.hidden_size
+        self.embedding = Embedding(config.vocab_size, size, dtype=dtype)
+        self.layers = nnx.List([Block(layer, size, config.norm_eps, dtype=dtype) for layer in config.layers])
+        self.norm = RMSNorm(size, config.norm_eps, dtype=dtype)
+        self.head = None if config.tie_embeddings else Linear(size, config.vocab_size, axes=("v", "d"), dtype=dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "b t"], step: Step, caches: list[KVRows], boundaries: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Runs the t rows of `step` over the caches, one per layer, which are read and not written.
+
+        Arguments:
+            boundaries: which residual streams to return, each from 0 to `num_layers`, in any order.
+        """
+        with jax.named_scope("target"):
+            with jax.named_scope("embedding"):
+                x = self.embedding(tokens)
+            wanted, rows = {0: x}, []
+            for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+                with jax.named_scope(f"layer_{index}"):
+                    x, own = layer(x, step, cache)
+                wanted[index + 1] = x
+                rows.append(own)
+            return TargetOutput(x, tuple(wanted[boundary] for boundary in boundaries), rows)
+
+    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+        """Final norm and head of boundary `num_layers`; accumulated in float32 and not rounded."""
+        with jax.named_scope("head"):
+            weight = self.embedding.weight if self.head is None else self.head.weight
+            return project(self.norm(hidden), weight[...], jnp.float32)
+
+    def empty_caches(self, batch: int, rows: int) -> list[KVRows]:
+        """One cache of zeros per layer, [batch, rows, ...]."""
+        return [empty_rows(layer.attention, batch, rows, self.dtype) for layer in self.config.layers]

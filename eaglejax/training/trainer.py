@@ -1,0 +1,190 @@
+"""The training loop's programs: target features, one optimiser step, and what the draft would draft on given text.
+
+Everything here is a pure function of arrays; files, clocks and printing belong to the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Shaped
+
+from eaglejax.models.config import DraftConfig
+from eaglejax.models.rows import Step
+from eaglejax.models.target import Target
+from eaglejax.training.ttt import Text, causal_within, teach, ttt
+from eaglejax.training.weights import rebuild
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a draft is trained.
+
+    unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient. warmup: share of the run
+    over which the rate rises. final: share of the peak rate at the end of the cosine.
+    """
+
+    unroll: int = 7
+    decay: float = 0.8
+    rate: float = 1e-3
+    warmup: float = 0.02
+    final: float = 0.02
+    clip: float = 0.5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    compute_dtype: str = "bfloat16"
+
+    def rate_at(self, progress: float) -> float:
+        """The learning rate at a share of the run in [0, 1]: linear rise, then cosine."""
+        if progress < self.warmup:
+            return self.rate * progress / self.warmup
+        along = min(1.0, (progress - self.warmup) / (1 - self.warmup))
+        return self.rate * (self.final + (1 - self.final) * 0.5 * (1 + float(np.cos(np.pi * along))))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What the target gives for each place: captures joined low to high, and the last hidden state after the final norm."""
+
+    captured: Float[Array, "b t n"]
+    last: Float[Array, "b t d"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """What training reads and never changes: the target's embedding and output matrix, and the draft's vocabulary."""
+
+    embedding: Float[Array, "v d"]
+    head: Float[Array, "v d"]
+    target_ids: Int[Array, " w"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Master weights in float32 by parameter path, and the optimiser's moments."""
+
+    weights: dict[str, Float[Array, "..."]]
+    moments: optax.OptState
+    step: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Figures:
+    """One step's losses and accuracies per unrolled step, and the gradient's norm before clipping."""
+
+    loss: Float[Array, ""]
+    losses: Float[Array, " steps"]
+    accuracies: Float[Array, " steps"]
+    gradient_norm: Float[Array, ""]
+
+
+def target_head(target: Target) -> Float[Array, "v d"]:
+    """The output matrix, which is the embedding where the two are tied."""
+    return target.embedding.weight[...] if target.head is None else target.head.weight[...]
+
+
+@nnx.jit(static_argnames="boundaries")
+def target_features(target: Target, text: Text, boundaries: tuple[int, ...]) -> TargetFeatures:
+    """One pass of the target over packed rows; documents do not see each other."""
+    batch = text.tokens.shape[0]
+    step = Step(text.positions, causal_within(text.segments), text.positions, jnp.zeros((batch,), jnp.int32))
+    out = target(text.tokens, step, target.empty_caches(batch, 0), boundaries)
+    return TargetFeatures(jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden))
+
+
+def _optimiser(settings: TrainSettings) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1]),
+        optax.add_decayed_weights(settings.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+    )
+
+
+def start(weights: dict[str, Shaped[np.ndarray, "..."]], settings: TrainSettings) -> TrainState:
+    """A fresh state from first weights."""
+    master = {path: jnp.asarray(value, jnp.float32) for path, value in weights.items()}
+    return TrainState(master, _optimiser(settings).init(master), jnp.zeros((), jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("config", "settings"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    frozen: Frozen,
+    text: Text,
+    features: TargetFeatures,
+    rate: Float[Array, ""],
+    *,
+    config: DraftConfig,
+    settings: TrainSettings,
+) -> tuple[TrainState, Figures]:
+    """One optimiser step. `rate` is an argument, so that a schedule compiles nothing new."""
+    dtype = jnp.dtype(settings.compute_dtype)
+    teacher = teach(features.last, frozen.head, frozen.target_ids)
+
+    def objective(weights):
+        draft = rebuild(config, weights, frozen.embedding, frozen.target_ids, dtype)
+        out = ttt(draft, text, features.captured, teacher, settings.unroll)
+        decays = jnp.float32(settings.decay) ** jnp.arange(settings.unroll, dtype=jnp.float32)
+        return jnp.sum(decays * out.losses), out
+
+    (loss, out), gradient = jax.value_and_grad(objective, has_aux=True)(state.weights)
+    updates, moments = _optimiser(settings).update(gradient, state.moments, state.weights)
+    weights = jax.tree.map(lambda w, u: w - rate * u, state.weights, updates)
+    figures = Figures(loss, out.losses, out.correct / jnp.maximum(out.places, 1), optax.global_norm(gradient))
+    return TrainState(weights, moments, state.step + 1), figures
+
+
+@partial(jax.jit, static_argnames=("config", "settings"))
+def drafted_tokens(
+    weights: dict[str, Float[Array, "..."]],
+    frozen: Frozen,
+    text: Text,
+    features: TargetFeatures,
+    *,
+    config: DraftConfig,
+    settings: TrainSettings,
+) -> Int[Array, "steps b t"]:
+    """The chain that the draft would propose at every place, target ids; right beyond the first wrong token is not meant."""
+    dtype = jnp.dtype(settings.compute_dtype)
+    teacher = teach(features.last, frozen.head, frozen.target_ids)
+    draft = rebuild(config, weights, frozen.embedding, frozen.target_ids, dtype)
+    return ttt(draft, text, features.captured, teacher, settings.unroll).drafted
+
+
+def chain_acceptance(
+    text: Text, drafted: Int[np.ndarray, "steps b t"], steps: int
+) -> tuple[Float[np.ndarray, " docs"], Int[np.ndarray, " docs"]]:
+    """Tau of the chain of `steps` on each document's answer, were it decoded greedily, and the cycles it took.
+
+    Up to the first rejection the drafted tokens are the true ones, so teacher-forced rows give the very chain that drafting gives. A cycle is
+    counted only where the text goes on for the whole chain and the bonus token, so an end does not cut it.
+    """
+    taus, cycles = [], []
+    tokens, segments, loss = (np.asarray(x) for x in (text.tokens, text.segments, text.loss))
+    for row in range(tokens.shape[0]):
+        for segment in range(segments[row].max() + 1):
+            places = np.flatnonzero(segments[row] == segment)
+            first, end = places[0], places[-1] + 1
+            answer = np.flatnonzero(loss[row, first:end])
+            if not answer.size:
+                continue
+            root, accepted, count = first + answer[0] + 1, 0, 0  # the answer's first token comes from the prefill
+            while root + steps + 1 < end:
+                right = 0
+                while right < steps and drafted[right, row, root - 1] == tokens[row, root + 1 + right]:
+                    right += 1
+                accepted, count, root = accepted + right, count + 1, root + right + 1
+            if count:
+                taus.append(accepted / count + 1)
+                cycles.append(count)
+    return np.asarray(taus), np.asarray(cycles, np.int64)

@@ -1,0 +1,249 @@
+"""Training-time test (EAGLE-3, arXiv:2503.01840): the draft is unrolled over its own states, as it will run when it drafts.
+
+    step 0 : row i reads token i + 1 beside fc(captures of position i) and foretells token i + 2
+    step j : row i reads token i + 1 + j beside its own state of step j - 1 and foretells token i + 2 + j, at RoPE position i + j
+
+Tokens are the true ones, states the draft's own. Row i sees the step-0 keys of rows 0..i, and of the later steps only its own place: a chain of
+length j grown at every position at once. Each step is recomputed in the backward pass, so that no step's scores or logits are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from eaglejax.models.attention import GroupedQueryAttention
+from eaglejax.models.block import Block
+from eaglejax.models.draft import Draft
+from eaglejax.models.layers import PRECISION
+from eaglejax.models.rope import rotate
+from eaglejax.models.rows import KVRows
+
+VOCABULARY_CHUNK = 8192  # target logits held at a time while the best token is looked for
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Text:
+    """Token rows to train on, one or more documents per row.
+
+    segments: number of the document each place belongs to; rows see their own document only. positions: place within the document.
+    loss: places i whose teacher (the target's word on token i + 1) counts, see `ttt`.
+    """
+
+    tokens: Int[Array, "b t"]
+    positions: Int[Array, "b t"]
+    segments: Int[Array, "b t"]
+    loss: Bool[Array, "b t"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Teacher:
+    """What the target says at each place, over the draft's vocabulary.
+
+    probabilities: softmax over the draft vocabulary alone. best: draft id of the likeliest. known: whether the draft vocabulary holds the
+    likeliest token of the whole vocabulary.
+    """
+
+    probabilities: Float[Array, "b t w"]
+    best: Int[Array, "b t"]
+    known: Bool[Array, "b t"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unrolled:
+    """Per step: the loss, the places whose first choice is the teacher's, the places with loss; and what row i would draft."""
+
+    losses: Float[Array, " steps"]
+    correct: Float[Array, " steps"]
+    places: Float[Array, " steps"]
+    drafted: Int[Array, "steps b t"]  # target id of the first choice
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_einsum(spec: str, a: Shaped[Array, "..."], b: Shaped[Array, "..."]) -> Float[Array, "..."]:
+    """A product accumulated and returned in float32, whose gradients are products in the operands' own dtype.
+
+    Left to autodiff, a bfloat16 product with a float32 result is differentiated in float32, off the matrix units.
+    """
+    return jnp.einsum(spec, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
+
+
+def _wide_forward(spec, a, b):
+    return wide_einsum(spec, a, b), (a, b)
+
+
+def _wide_backward(spec, operands, gradient):
+    a, b = operands
+    _, back = jax.vjp(partial(jnp.einsum, spec, precision=PRECISION), a, b)
+    return back(gradient.astype(a.dtype))
+
+
+wide_einsum.defvjp(_wide_forward, _wide_backward)
+
+
+def teach(last_hidden: Float[Array, "b t d"], head: Float[Array, "v d"], target_ids: Int[Array, " w"]) -> Teacher:
+    """The teacher from the target's last hidden state (after its final norm) and its output matrix.
+
+    The whole vocabulary is gone through in chunks: only the running best is kept of it.
+    """
+    with jax.named_scope("teacher"):
+        size = head.shape[0]
+        chunk = min(VOCABULARY_CHUNK, size)
+        known_ids = jnp.zeros((size,), bool).at[target_ids].set(True)
+
+        def body(index, state):
+            top, best = state
+            start = jnp.minimum(index * chunk, size - chunk)  # the last chunk overlaps: equal scores keep the lower id
+            logits = _logits(last_hidden, lax.dynamic_slice_in_dim(head, start, chunk))
+            here = logits.max(-1)
+            better = here > top
+            return jnp.where(better, here, top), jnp.where(better, start + jnp.argmax(logits, -1), best)
+
+        shape = last_hidden.shape[:2]
+        start = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
+        _, best = lax.fori_loop(0, -(-size // chunk), body, start)
+        logits = _logits(last_hidden, head[target_ids])
+        probabilities = jax.nn.softmax(logits, axis=-1).astype(last_hidden.dtype)
+        return Teacher(probabilities, jnp.argmax(logits, -1).astype(jnp.int32), known_ids[best])
+
+
+def _logits(hidden, weight):
+    return jnp.einsum("btd,vd->btv", hidden, weight, precision=PRECISION, preferred_element_type=jnp.float32)
+
+
+class _Shifted(NamedTuple):
+    """One array of the batch with room for the shifts of all steps behind it: step j reads places j .. j + t - 1."""
+
+    padded: Shaped[Array, "..."]
+    size: int
+
+    def at(self, step: int) -> Shaped[Array, "..."]:
+        return lax.slice_in_dim(self.padded, step, step + self.size, axis=1)
+
+
+def _shifted(x: Shaped[Array, "b t ..."], room: int, fill: float | int | bool = 0) -> _Shifted:
+    tail = jnp.full((x.shape[0], room, *x.shape[2:]), fill, x.dtype)
+    return _Shifted(jnp.concatenate([x, tail], axis=1), x.shape[1])
+
+
+def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teacher, steps: int) -> Unrolled:
+    """The unrolled losses of a draft with grouped-query attention; differentiable in the draft's parameters.
+
+    Arguments:
+        features: the captured target states of each place, joined low to high (`Draft.fuse` is applied here).
+        teacher: the target's word at each place; nothing is shifted beforehand.
+        steps: how many tokens are drafted at every place.
+
+    `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t. Place i counts at step j
+    where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the draft vocabulary, and both lie in one document.
+    """
+    width = draft.config.draft_vocab_size
+    after_end = jnp.any(draft.target_ids[...] == 0)  # beyond the end the teacher is uniform, its best token id 0
+    tokens, segments = _shifted(text.tokens, steps + 1), _shifted(text.segments, steps + 1, -1)
+    soft = _shifted(teacher.probabilities, steps + 1, 1 / width)
+    best = _shifted(teacher.best, steps + 1)
+    known = jnp.concatenate([teacher.known[:, 1:], jnp.broadcast_to(after_end, (text.tokens.shape[0], 1))], axis=1)
+    loss, counts = _shifted(text.loss, steps), _shifted(text.loss & known, steps)
+    visible = causal_within(text.segments)
+
+    @partial(jax.checkpoint, static_argnums=(0,))
+    def one(step, hidden, memories):
+        out, rows = _forward(draft, tokens.at(step + 1), hidden, text.positions + step, memories, visible)
+        normed = out if draft.norm is None else draft.norm(out)
+        logits = wide_einsum("btd,wd->btw", normed, draft.head.weight[...])
+        same = segments.at(step) == text.segments
+        wanted = counts.at(step) & same
+        entropy = -jnp.sum(soft.at(step + 1).astype(jnp.float32) * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        figures = (
+            jnp.sum(jnp.where(wanted, entropy, 0)) / entropy.size,
+            jnp.sum(wanted & (choice == best.at(step + 1))).astype(jnp.float32),
+            jnp.sum(loss.at(step) & same).astype(jnp.float32),
+            draft.target_ids[...][choice],
+        )
+        feedback = normed if draft.config.norm_output else out
+        return feedback, rows, figures
+
+    hidden = draft.fuse(features)
+    memories: list[list[KVRows]] = [[] for _ in draft.config.layers]
+    figures = []
+    for step in range(steps):
+        with jax.named_scope(f"unroll_{step}"):
+            hidden, rows, got = one(step, hidden, memories)
+            memories = [[*memory, own] for memory, own in zip(memories, rows, strict=True)]
+            figures.append(got)
+    return Unrolled(*(jnp.stack(column) for column in zip(*figures, strict=True)))
+
+
+def causal_within(segments: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
+    """Each place sees the places of its own document up to itself."""
+    size = segments.shape[1]
+    return (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
+
+
+def _forward(draft: Draft, tokens, hidden, positions, memories, visible):
+    """One pass of the draft's layers (as `Draft.__call__`, with the attention of the unroll): the stream, and the own rows per layer."""
+    first = draft.first
+    embedded = draft.embedding(tokens).astype(draft.dtype)
+    if first.input_norm is not None:
+        embedded = first.input_norm(embedded)
+    hidden = hidden.astype(draft.dtype)
+    normed = first.hidden_norm(hidden)
+    stream = normed if first.norm_before_residual else hidden
+    mixed, own = _attend(first.attention, jnp.concatenate([embedded, normed], -1), positions, memories[0], visible)
+    stream = stream + mixed
+    stream = stream + first.mlp(first.post_norm(stream))
+    rows = [own]
+    for block, memory in zip(draft.others, memories[1:], strict=True):
+        assert isinstance(block, Block)
+        mixed, own = _attend(block.attention, block.input_norm(stream), positions, memory, visible)
+        stream = stream + mixed
+        stream = stream + block.mlp(block.post_norm(stream))
+        rows.append(own)
+    return stream, rows
+
+
+def _attend(attention, x, positions, memory: list[KVRows], visible):
+    """Attention over the step-0 keys that `visible` allows, and over the own place in every later step."""
+    assert isinstance(attention, GroupedQueryAttention)
+    config, (batch, size, _) = attention.config, x.shape
+    queries = attention.q(x).reshape(batch, size, config.heads, config.head_dim)
+    both = attention.kv(x).reshape(batch, size, 2, config.kv_heads, config.head_dim)
+    keys, values = both[:, :, 0], both[:, :, 1]
+    if attention.q_norm is not None and attention.k_norm is not None:
+        queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+    own = KVRows(rotate(keys, positions, config.rope), values)
+    grouped = rotate(queries, positions, config.rope).reshape(batch, size, config.kv_heads, -1, config.head_dim)
+    first, *later = [*memory, own]
+    scale = config.head_dim**-0.5
+    if config.window is not None:
+        distance = positions[:, :, None] - (positions - len(later))[:, None, :]
+        visible = visible & (distance < config.window)
+    scores = jnp.where(visible[:, None, None], wide_einsum("btkgc,bskc->bkgts", grouped, first.keys) * scale, -jnp.inf)
+    top = scores.max(-1)
+    places = [jnp.einsum("btkgc,btkc->bkgt", *_wide(grouped, rows.keys)) * scale for rows in later]
+    for place in places:
+        top = jnp.maximum(top, place)
+    top = lax.stop_gradient(top)
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    mixed = wide_einsum("bkgts,bskc->bkgtc", weights.astype(values.dtype), first.values)
+    for place, rows in zip(places, later, strict=True):
+        weight = jnp.exp(place - top)
+        total = total + weight
+        mixed = mixed + weight[..., None] * rows.values.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+    mixed = (mixed / total[..., None]).astype(x.dtype).transpose(0, 3, 1, 2, 4)
+    return attention.out(mixed.reshape(batch, size, -1)), own
+
+
+def _wide(*arrays):
+    return tuple(array.astype(jnp.float32) for array in arrays)
