@@ -217,7 +217,8 @@ def draft_config(draft_vocab: int | None = VOCAB, **more: Any) -> dict[str, Any]
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, rms_norm_eps=1e-5, hidden_act="silu",
         max_position_embeddings=2048,
         vocab_size=VOCAB, draft_vocab_size=draft_vocab, bos_token_id=0, eos_token_id=EOS, pad_token_id=0,
-        tie_word_embeddings=False, torch_dtype="float32", use_cache=True, initializer_range=0.02, transformers_version="4.53.1",
+        tie_word_embeddings=False, torch_dtype="float32",
+        use_cache=True, initializer_range=0.02, transformers_version="4.53.1",
     )  # fmt: skip
     return config | more
 

@@ -2,9 +2,10 @@
 
     python tools/make_target_fixtures.py [NAME ...]
 
-Needs torch and transformers 5 (made with 2.13.0+cpu and 5.24.0); nothing of EagleJax is imported. A case is a folder with config.json,
-model.safetensors and expected.safetensors: input_ids, logits, hidden_in_0, hidden_out_i, final_norm, router_indices_i, router_weights_i,
-greedy_tokens, and the same with the prefix "len1." for one prompt of one token. Everything is computed in float32.
+Needs torch and transformers 5 (made with 2.13.0+cpu and 5.24.0); nothing of EagleJax is imported. A case is a folder
+with config.json, model.safetensors and expected.safetensors: input_ids, logits, hidden_in_0, hidden_out_i,
+final_norm, router_indices_i, router_weights_i, greedy_tokens, and the same with the prefix "len1." for one prompt of
+one token. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -23,40 +24,80 @@ NEW_TOKENS = 12
 FLOAT32 = ("llama_biased", "mixtral_fused")  # the other checkpoints are bfloat16, widened to compute
 
 SMALL = dict(
-    hidden_size=32, vocab_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    bos_token_id=0, eos_token_id=1, pad_token_id=None,
-)  # fmt: skip
+    hidden_size=32,
+    vocab_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=None,
+)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)  # fmt: skip
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 LATENT = SMALL | dict(
-    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, intermediate_size=48,
-    moe_intermediate_size=12, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, routed_scaling_factor=2.5, n_group=2,
-    topk_group=1, first_k_dense_replace=1, num_hidden_layers=3, num_mtp_layers=0,
-)  # fmt: skip
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    intermediate_size=48,
+    moe_intermediate_size=12,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    routed_scaling_factor=2.5,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    num_hidden_layers=3,
+    num_mtp_layers=0,
+)
 
 CASES: dict[str, tuple[str, dict]] = {
     "llama_biased": (
         "Llama",
         SMALL
-        | dict(num_hidden_layers=2, intermediate_size=40, head_dim=10, attention_bias=True, mlp_bias=True, hidden_act="gelu")
+        | dict(
+            num_hidden_layers=2,
+            intermediate_size=40,
+            head_dim=10,
+            attention_bias=True,
+            mlp_bias=True,
+            hidden_act="gelu",
+        )
         | dict(rope_parameters=LLAMA3),
     ),
     "llama_tied_linear": (
         "Llama",
-        SMALL | dict(num_hidden_layers=3, intermediate_size=40, tie_word_embeddings=True)
+        SMALL
+        | dict(num_hidden_layers=3, intermediate_size=40, tie_word_embeddings=True)
         | dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=3.0)),
     ),
-    "mistral_window": ("Mistral", SMALL | dict(num_hidden_layers=2, intermediate_size=40, head_dim=12, sliding_window=5)),
+    "mistral_window": (
+        "Mistral",
+        SMALL | dict(num_hidden_layers=2, intermediate_size=40, head_dim=12, sliding_window=5),
+    ),
     "qwen2_window": (
         "Qwen2",
-        SMALL | dict(num_hidden_layers=3, intermediate_size=40, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        SMALL
+        | dict(
+            num_hidden_layers=3, intermediate_size=40, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        ),
     ),
     "qwen3_yarn": ("Qwen3", SMALL | dict(num_hidden_layers=2, intermediate_size=40, head_dim=12, rope_parameters=YARN)),
     "mixtral_fused": (
         "Mixtral",
-        SMALL | dict(num_hidden_layers=2, intermediate_size=12, num_local_experts=5, num_experts_per_tok=2, sliding_window=6),
+        SMALL
+        | dict(num_hidden_layers=2, intermediate_size=12, num_local_experts=5, num_experts_per_tok=2, sliding_window=6),
     ),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -73,31 +114,56 @@ CASES: dict[str, tuple[str, dict]] = {
     "glm4_moe": (
         "Glm4Moe",
         SMALL
-        | dict(num_hidden_layers=3, intermediate_size=40, moe_intermediate_size=12, head_dim=12, attention_bias=True, use_qk_norm=True)
-        | dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3, n_group=2, topk_group=1, routed_scaling_factor=1.5)
+        | dict(
+            num_hidden_layers=3,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            head_dim=12,
+            attention_bias=True,
+            use_qk_norm=True,
+        )
+        | dict(
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+        )
         | dict(first_k_dense_replace=1, norm_topk_prob=True, num_mtp_layers=0),
     ),
     "gpt_oss": (
         "GptOss",
         SMALL
-        | dict(num_hidden_layers=3, intermediate_size=16, head_dim=12, num_local_experts=6, num_experts_per_tok=2, sliding_window=4)
+        | dict(
+            num_hidden_layers=3,
+            intermediate_size=16,
+            head_dim=12,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=4,
+        )
         | dict(rope_parameters=YARN | dict(truncate=False, beta_fast=8.0, beta_slow=1.0)),
     ),
     "kimi_k25": (
         "DeepseekV3",
-        LATENT | dict(n_group=1, n_routed_experts=10, num_experts_per_tok=3, routed_scaling_factor=2.827)
+        LATENT
+        | dict(n_group=1, n_routed_experts=10, num_experts_per_tok=3, routed_scaling_factor=2.827)
         | dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=1.0)),
     ),
     "deepseek_no_q_lora": (
         "DeepseekV3",
-        LATENT | dict(num_hidden_layers=2, q_lora_rank=None, attention_bias=True, n_group=4, topk_group=2, norm_topk_prob=False)
+        LATENT
+        | dict(
+            num_hidden_layers=2, q_lora_rank=None, attention_bias=True, n_group=4, topk_group=2, norm_topk_prob=False
+        )
         | dict(rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.3)),
     ),
     "deepseek_dense": (
         "DeepseekV3",
         LATENT | dict(num_hidden_layers=2, first_k_dense_replace=2, rope_interleave=False, n_shared_experts=1),
     ),
-}  # fmt: skip
+}
 
 
 def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -206,15 +272,25 @@ def make(name: str) -> None:
 
 
 def wrap_kimi(folder: Path) -> None:
-    """Kimi-K2.5's form: the text model's config nested and in the old layout, its tensors prefixed, vision tensors beside them."""
+    """Kimi-K2.5's form: the text model's config nested and in the old layout, its tensors prefixed, vision tensors
+    beside them."""
     text = json.loads((folder / "config.json").read_text())
     rope = text.pop("rope_parameters")
-    text |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")), model_type="kimi_k2")
-    text |= dict(architectures=["DeepseekV3ForCausalLM"], scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    text |= dict(
+        rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")), model_type="kimi_k2"
+    )
+    text |= dict(
+        architectures=["DeepseekV3ForCausalLM"], scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
+    )
     outer = dict(
-        architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text, tie_word_embeddings=False,
-        vision_config=dict(hidden_size=16, num_hidden_layers=1), media_placeholder_token_id=63, ignore_index=-100,
-    )  # fmt: skip
+        architectures=["KimiK25ForConditionalGeneration"],
+        model_type="kimi_k25",
+        text_config=text,
+        tie_word_embeddings=False,
+        vision_config=dict(hidden_size=16, num_hidden_layers=1),
+        media_placeholder_token_id=63,
+        ignore_index=-100,
+    )
     (folder / "config.json").write_text(json.dumps(outer, indent=2, sort_keys=True) + "\n")
     tensors = {f"language_model.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
     tensors["vision_tower.encoder.blocks.0.wqkv.weight"] = torch.ones(6, 2)

@@ -15,7 +15,6 @@ import csv
 import gzip
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -141,6 +140,12 @@ def load_documents(file: Path) -> list[Document]:
     return [Document(t, int(a), bool(e)) for t, a, e in zip(parts, stored["answers"], stored["ended"], strict=True)]
 
 
+def first_tokens(document: Document, count: int) -> Document:
+    """The document cut to its answer's first tokens: a greedy answer's beginning is the answer of a smaller budget."""
+    end = document.answer + count
+    return Document(document.tokens[:end], document.answer, document.ended and len(document.tokens) <= end)
+
+
 def boundaries(target_config) -> tuple[int, ...]:
     """EAGLE-3's usual captures."""
     layers = target_config.num_layers
@@ -205,25 +210,19 @@ class Run:
         return documents
 
     def evaluation(self) -> dict[str, Text]:
-        """Greedy answers of the target to the held-out prompts and the evaluation sets, packed."""
-        texts = {}
-        for name in self.prompts:
-            if name == "train":
-                continue
-            documents = []
-            for low, size in zip((0, *SIZES), SIZES, strict=False):
-                chosen = [p for p in self.prompts[name] if low < len(p) <= size]
-                room = self.sampler.batch_size(size)
-                for start in range(0, len(chosen), room):
-                    part = chosen[start : start + room]
-                    documents += self.sampler.answer(part, size, np.zeros(len(part), np.float32))
-            # as users ask for 128 tokens: a greedy answer's first 128 tokens are the answer of that budget
-            cut = [
-                replace(d, tokens=d.tokens[: d.answer + 128], ended=d.ended and len(d.tokens) <= d.answer + 128)
-                for d in documents
-            ]
-            texts[name] = pack(cut, ROW)
-        return texts
+        """Greedy answers of the target to the held-out prompts and the evaluation sets, packed. All sets share the sampler's batches."""
+        names = [name for name in self.prompts if name != "train"]
+        everything = [(name, prompt) for name in names for prompt in self.prompts[name]]
+        answers: dict[str, list[Document]] = {name: [] for name in names}
+        for low, size in zip((0, *SIZES), SIZES, strict=False):
+            chosen = [pair for pair in everything if low < len(pair[1]) <= size]
+            room = self.sampler.batch_size(size)
+            for start in range(0, len(chosen), room):
+                part = chosen[start : start + room]
+                documents = self.sampler.answer([prompt for _, prompt in part], size, np.zeros(len(part), np.float32))
+                for (name, _), document in zip(part, documents, strict=True):
+                    answers[name].append(document)
+        return {name: pack([first_tokens(d, 128) for d in documents], ROW) for name, documents in answers.items()}
 
     def batch(self, text: Text, rows: np.ndarray) -> Text:
         """Rows of a text, on the device; short of a full batch the first row is repeated without loss."""

@@ -299,6 +299,8 @@ def _report(
         )
         if not used
     ]
+    if flat.layer.get("bias") is True and not config.fc_bias:
+        note("bias true in the config is not used: the file holds no fc.bias")
     note("flags: " + (", ".join(switched) or "none (plain EAGLE-3)"))
     if config.norm_output:
         note(

@@ -43,8 +43,7 @@ class DraftTensors:
         info = self.infos.get(name)
         return None if info is None else info.shape
 
-    @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """The number of decoder layers, counted from the tensors; a gap in the numbering is refused."""
         found = {int(m.group(1)) for name in self.infos if (m := re.match(r"layers\.(\d+)\.", name))}
         if not found or found != set(range(len(found))):

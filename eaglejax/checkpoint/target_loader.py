@@ -14,7 +14,7 @@ from jaxtyping import DTypeLike
 
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
 from eaglejax.checkpoint.reader import CheckpointReader, TensorInfo, open_checkpoint
-from eaglejax.checkpoint.weight_plan import Plan, Recipe, target_plan
+from eaglejax.checkpoint.weight_plan import Plan, Recipe, Stems, target_plan
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.layers import leaves
@@ -36,7 +36,8 @@ def load_target(folder: str | Path, *, dtype: DTypeLike = "float32", report: Loa
         report: what was read, cast, skipped and assumed is noted there.
 
     Raises:
-        CheckpointError, ConfigError: before anything is allocated, naming file, tensor or key, what was found and what was expected.
+        CheckpointError, ConfigError: before anything is allocated, naming file, tensor or key, what was found and
+        what was expected.
     """
     report = LoadReport() if report is None else report
     name = str(jnp.dtype(dtype))
@@ -47,7 +48,8 @@ def load_target(folder: str | Path, *, dtype: DTypeLike = "float32", report: Loa
 
 
 def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
-    """Config and headers of a target, read and checked; no weight is touched. Arguments and errors as in `load_target`."""
+    """Config and headers of a target, read and checked; no weight is touched. Arguments and errors as in
+    `load_target`."""
     path = Path(folder)
     base = path if path.is_dir() else path.parent
     if path.suffix == ".gguf":
@@ -65,21 +67,23 @@ def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
 def build_target(reading: TargetReading, reader: CheckpointReader, dtype: str, report: LoadReport) -> Target:
     """The target of a config that was read, filled from a reader."""
     config = reading.config
-    prefix, head_prefix = _prefixes(reading, reader)
-    plan = target_plan(config, reading.family, prefix, head_prefix)
+    stems = _stems(reading, reader)
+    plan = target_plan(config, reading.family, stems)
     chosen = choose(plan, reader)
     _report(reading, reader, chosen, dtype, report)
-    _sort_leftovers(reading, reader, chosen, prefix, head_prefix, report)
+    _sort_leftovers(reading, reader, chosen, stems, report)
     target = nnx.eval_shape(lambda: Target(config, dtype=dtype))
     fill(target, chosen, reader)
     return target
 
 
-def _prefixes(reading: TargetReading, reader: CheckpointReader) -> tuple[str, str]:
+def _stems(reading: TargetReading, reader: CheckpointReader) -> Stems:
     candidates = reading.family.prefixes
     for prefix, head_prefix in candidates:
         if f"{prefix}embed_tokens.weight" in reader.tensors:
-            return prefix, head_prefix
+            # transformers 5.24 saves the layers of kimi_k25 under the name that belongs to its vision tower
+            found = any(name.startswith(f"{prefix}blocks.0.") for name in reader.tensors)
+            return Stems(prefix, head_prefix, f"{prefix}{'blocks' if found else 'layers'}.")
     raise CheckpointError(
         "the embedding is missing",
         where=reader.path,
@@ -89,7 +93,8 @@ def _prefixes(reading: TargetReading, reader: CheckpointReader) -> tuple[str, st
 
 
 def choose(plan: Plan, reader: CheckpointReader) -> dict[str, Recipe]:
-    """For each leaf the recipe that the checkpoint holds; every name, shape and dtype is checked against the headers."""
+    """For each leaf the recipe that the checkpoint holds; every name, shape and dtype is checked against the
+    headers."""
     chosen, faults = {}, []
     for leaf, recipes in plan.items():
         recipe = next((r for r in recipes if any(part.name in reader.tensors for part in r)), recipes[0])
@@ -99,7 +104,9 @@ def choose(plan: Plan, reader: CheckpointReader) -> dict[str, Recipe]:
             if info is None:
                 faults.append(("is missing", reader.path, part.name, "nothing", f"{list(part.shape)}"))
             elif not _fits(info, part.shape, part.padded):
-                faults.append(("has the wrong shape", info.file, part.name, f"{list(info.shape)}", f"{list(part.shape)}"))
+                faults.append(
+                    ("has the wrong shape", info.file, part.name, f"{list(info.shape)}", f"{list(part.shape)}")
+                )
             elif info.dtype not in FLOATS:
                 expected = f"one of {', '.join(FLOATS)}; quantised weights cannot be read yet"
                 faults.append(("has a dtype that cannot be read", info.file, part.name, info.dtype, expected))
@@ -135,14 +142,18 @@ def _report(
     config = reading.config
     used = [part for recipe in chosen.values() for part in recipe]
     stored = sorted({reader.tensors[part.name].stored for part in used})
-    report.note(SECTION, f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}, from {reader.path}")
+    report.note(
+        SECTION, f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}, from {reader.path}"
+    )
     report.note(SECTION, f"weights {', '.join(stored)} in the file, {dtype} here (routers float32)")
     if config.tie_embeddings:
         report.note(SECTION, "the head is the embedding (tied)")
     for part in used:
         rows = reader.tensors[part.name].shape[0] if part.padded else 0
         if rows > config.vocab_size:
-            report.note(SECTION, f"{part.name}: {rows} rows, those beyond vocab_size {config.vocab_size} dropped as padding")
+            report.note(
+                SECTION, f"{part.name}: {rows} rows, those beyond vocab_size {config.vocab_size} dropped as padding"
+            )
     for line in reading.assumed:
         report.note(SECTION, f"assumed: {line}")
     if reading.unread:
@@ -153,17 +164,16 @@ def _sort_leftovers(
     reading: TargetReading,
     reader: CheckpointReader,
     chosen: dict[str, Recipe],
-    prefix: str,
-    head_prefix: str,
+    stems: Stems,
     report: LoadReport,
 ) -> None:
     """Lists the tensors that are not needed; refuses those that would change the forward pass."""
     used = {part.name for recipe in chosen.values() for part in recipe}
-    config, head = reading.config, f"{head_prefix}lm_head.weight"
+    config, head = reading.config, f"{stems.head}lm_head.weight"
     groups: dict[str, list[str]] = {}
     unknown = []
     for name in sorted(reader.tensors.keys() - used):
-        layer = re.match(re.escape(prefix) + r"layers\.(\d+)\.", name)
+        layer = re.match(re.escape(stems.layers) + r"(\d+)\.", name)
         index = int(layer[1]) if layer else -1
         prediction = layer is not None and f"{layer[0]}eh_proj.weight" in reader.tensors
         if name.startswith(reading.family.skipped):
@@ -173,7 +183,7 @@ def _sort_leftovers(
         elif BUFFERS.search(name):
             groups.setdefault("computed here", []).append(name)
         elif name == head and config.tie_embeddings:
-            _refuse_untied(reader, f"{prefix}embed_tokens.weight", head)
+            _refuse_untied(reader, f"{stems.model}embed_tokens.weight", head)
             groups.setdefault("copy of the tied embedding", []).append(name)
         else:
             unknown.append(name)

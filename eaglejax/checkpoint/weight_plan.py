@@ -32,6 +32,15 @@ class Part:
     padded: bool = False
 
 
+@dataclass(frozen=True)
+class Stems:
+    """What the names of a checkpoint begin with: those of the model, of its head, of its layers (an index follows)."""
+
+    model: str
+    head: str
+    layers: str
+
+
 # A leaf is filled by the first of its recipes of which the checkpoint holds any tensor.
 Recipe = tuple[Part, ...]
 Plan = dict[str, tuple[Recipe, ...]]
@@ -47,16 +56,16 @@ def pair(first: str, second: str, *shape: int) -> tuple[Recipe, ...]:
     return ((Part(first, shape, (0,)), Part(second, shape, (1,))),)
 
 
-def target_plan(config: TargetConfig, family: Family, prefix: str, head_prefix: str) -> Plan:
-    """The plan of a whole target; `prefix` stands before "embed_tokens", `head_prefix` before "lm_head"."""
+def target_plan(config: TargetConfig, family: Family, stems: Stems) -> Plan:
+    """The plan of a whole target."""
     vocab, size = config.vocab_size, config.hidden_size
     table = lambda name: ((Part(name, (vocab, size), view=lambda rows: rows[:vocab], padded=True),),)
-    plan: Plan = {"embedding.weight": table(f"{prefix}embed_tokens.weight")}
-    plan["norm.scale"] = whole(f"{prefix}norm.weight", size)
+    plan: Plan = {"embedding.weight": table(f"{stems.model}embed_tokens.weight")}
+    plan["norm.scale"] = whole(f"{stems.model}norm.weight", size)
     if not config.tie_embeddings:
-        plan["head.weight"] = table(f"{head_prefix}lm_head.weight")
+        plan["head.weight"] = table(f"{stems.head}lm_head.weight")
     for index, layer in enumerate(config.layers):
-        inner = block_plan(layer, size, size, f"{prefix}layers.{index}.", family.names)
+        inner = block_plan(layer, size, size, f"{stems.layers}{index}.", family.names)
         plan |= {f"layers.{index}.{leaf}": recipes for leaf, recipes in inner.items()}
     return plan
 
@@ -101,7 +110,9 @@ def latent_plan(config: MLAConfig, in_features: int, out_features: int, prefix: 
     heads, latent = config.heads, config.kv_lora_rank
     q_width = heads * (config.nope_dim + config.rope_dim)
     both = (heads * (config.nope_dim + config.value_dim), latent)
-    part = lambda cut: ((Part(f"{prefix}kv_b_proj.weight", both, view=lambda w: w.reshape(heads, -1, latent)[:, cut]),),)
+    part = lambda cut: (
+        (Part(f"{prefix}kv_b_proj.weight", both, view=lambda w: w.reshape(heads, -1, latent)[:, cut]),),
+    )
     plan: Plan = {
         "kv_a.weight": whole(f"{prefix}kv_a_proj_with_mqa.weight", latent + config.rope_dim, in_features),
         "kv_a_norm.scale": whole(f"{prefix}kv_a_layernorm.weight", latent),

@@ -57,7 +57,7 @@ def _share(part: float | int, whole: float | int) -> float:
 
 def closing_line(answer: Generation, spec: Speculation, times: Times) -> str:
     """The figures of one answer, for people."""
-    line = f"{answer.stats.new_tokens} tokens: first after {times.first:.2f} s"
+    line = f"{_counted(answer.stats.new_tokens)}: first after {times.first:.2f} s"
     if times.compile_first > WORTH_SAYING:
         line += f" ({times.compile_first:.2f} s of it compiling)"
     rate = _rate(answer, times)
@@ -79,6 +79,10 @@ def closing_line_of_many(answers: Sequence[Generation], spec: Speculation, calls
     if compiling > WORTH_SAYING:
         line += f"; {compiling:.2f} s more went into compiling"
     return f"{line}\n{_speculation_line(answers, spec)}"
+
+
+def _counted(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
 def _rate(answer: Generation, times: Times) -> float:

@@ -1,8 +1,8 @@
 """Feed-forward of routed experts, jnp form: two exact ways to the same sum.
 
-Few (row, expert) pairs: the weights of each pair are gathered and multiplied in one batched product. Many: a loop over the experts
-that skips those no row chose. Both add the contributions of a row in ascending order of expert, in float32, so that what a row
-gets does not depend on the rows beside it.
+Few (row, expert) pairs: the weights of each pair are gathered and multiplied in one batched product. Many: a loop
+over the experts that skips those no row chose. Both add the contributions of a row in ascending order of expert, in
+float32, so that what a row gets does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def experts(
 def gather_pays(pairs: int, count: int) -> bool:
     """Whether the weights of every pair are gathered.
 
-    On a CPU the loop is faster at every size from one row on (measured: 8 to 128 experts, 1 to 64 rows, widths 64 to 1024). On an
-    accelerator a skip costs a round trip to the host, so the loop visits every expert there and pays once most of them are touched.
+    On a CPU the loop is faster at every size from one row on (measured: 8 to 128 experts, 1 to 64 rows, widths 64 to
+    1024). On an accelerator a skip costs a round trip to the host, so the loop visits every expert there and pays
+    once most of them are touched.
     """
     return jax.default_backend() != "cpu" and pairs <= count // 2
 

@@ -25,7 +25,8 @@ def joined(earlier: KVRows | None, own: KVRows) -> KVRows:
 
 
 class GroupedQueryAttention(nnx.Module):
-    """`heads` query heads in groups that share a key/value head; biases, per-head norms, sinks and a window as configured.
+    """`heads` query heads in groups that share a key/value head; biases, per-head norms, sinks and a window as
+    configured.
 
     Weights: q [h c, in], kv [2, k c, in], out [out, h c]; q_norm and k_norm [c]; sinks [h].
     """

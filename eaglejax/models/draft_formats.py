@@ -63,8 +63,7 @@ class Shapes(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None: ...
 
-    @property
-    def layers(self) -> int: ...
+    def layer_count(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def read_layers(
     `num_hidden_layers` of a config is often a stale copy: the tensors count. Raises ConfigError or CheckpointError
     naming key or tensor.
     """
-    count = tensors.layers
+    count = tensors.layer_count()
     said = flat.layer.get("num_hidden_layers")
     if said is not None and said != count:
         report.note("draft", f"num_hidden_layers {said} in the config is a stale copy: the file holds {count}")

@@ -1,6 +1,7 @@
 """The model families as data: which config keys say what, and what the tensors are called.
 
-A new family is one more `Family` in the table at the end of this file (or in one beside it). `target_config.py` reads a config.json by it,
+A new family is one more `Family` in the table at the end of this file (or in one beside it). `target_config.py` reads
+a config.json by it,
 `checkpoint/weight_plan.py` finds the weights by it.
 """
 
@@ -23,7 +24,8 @@ class Key:
 
 @dataclass(frozen=True)
 class GQATraits:
-    """How a family has its grouped-query attention. `window`: which layers see only the last `sliding_window` positions."""
+    """How a family has its grouped-query attention. `window`: which layers see only the last `sliding_window`
+    positions."""
 
     qkv_bias: Key | bool = False
     output_bias: Key | bool = False
@@ -32,6 +34,7 @@ class GQATraits:
     head_dim: Literal["given", "given or hidden/heads"] = "given or hidden/heads"
     kv_heads_default: bool = False  # an absent num_key_value_heads means one per query head
     window: Literal["none", "all", "all if used", "later layers if used", "layer types if used", "layer types"] = "none"
+    window_default: int | None = None  # where the config has no sliding_window at all; null always means none
     theta: float = 10000.0
     partial_rotary: float | None = None  # None: a partial_rotary_factor is not part of the family
 
@@ -45,7 +48,8 @@ class MLATraits:
 
 @dataclass(frozen=True)
 class MoETraits:
-    """Which layers have experts, and how they are chosen and weighted (`models/config.py` says what each field means)."""
+    """Which layers have experts, and how they are chosen and weighted (`models/config.py` says what each field
+    means)."""
 
     experts: Key
     width: Key
@@ -67,7 +71,8 @@ class MoETraits:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names inside a layer's MoE; `{e}` is the expert. `fused` lists the 3-D forms that are met beside the one by one form."""
+    """Tensor names inside a layer's MoE; `{e}` is the expert. `fused` lists the 3-D forms that are met beside the one
+    by one form."""
 
     block: str = "mlp"
     router: str = "mlp.gate"
@@ -113,7 +118,12 @@ LLAMA = Family(
     GQATraits(qkv_bias=ATTENTION_BIAS, output_bias=ATTENTION_BIAS, kv_heads_default=True),
     mlp_bias=Key("mlp_bias", False),
 )
-MISTRAL = Family("mistral", ("mistral",), ("MistralForCausalLM",), GQATraits(window="all", kv_heads_default=True))
+MISTRAL = Family(
+    "mistral",
+    ("mistral",),
+    ("MistralForCausalLM",),
+    GQATraits(window="all", window_default=4096, kv_heads_default=True),
+)
 QWEN2 = Family(
     "qwen2",
     ("qwen2",),
@@ -137,7 +147,9 @@ MIXTRAL = Family(
     ("mixtral",),
     ("MixtralForCausalLM",),
     GQATraits(window="all", theta=1000000.0),
-    MoETraits(experts=Key("num_local_experts", aliases=("num_experts",)), width=Key("intermediate_size"), placement="all"),
+    MoETraits(
+        experts=Key("num_local_experts", aliases=("num_experts",)), width=Key("intermediate_size"), placement="all"
+    ),
     names=ExpertNames("block_sparse_moe", "block_sparse_moe.gate", "w1", "w3", "w2"),
 )
 QWEN_EXPERTS = Key("num_experts", aliases=("num_local_experts",))
@@ -167,8 +179,9 @@ QWEN3_MOE = Family(
         placement="sparse step",
         normalise=Key("norm_topk_prob"),
     ),
+    must_be=(("use_qk_norm", True), ("qkv_bias", False), ("shared_expert_intermediate_size", 0)),
 )
-GROUPED_SIGMOID = dict(
+GROUPED_SIGMOID = MoETraits(
     experts=Key("n_routed_experts", aliases=("num_local_experts",)),
     width=Key("moe_intermediate_size"),
     placement="after first dense",
@@ -187,7 +200,7 @@ DEEPSEEK_V3 = Family(
     ("deepseek_v3",),
     ("DeepseekV3ForCausalLM",),
     MLATraits(),
-    MoETraits(**GROUPED_SIGMOID),
+    GROUPED_SIGMOID,
     must_be=NOAUX,
     ignored=("num_key_value_heads", "head_dim", "qk_head_dim"),
 )
@@ -196,7 +209,7 @@ KIMI_K2 = Family(
     ("kimi_k2",),
     ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
     MLATraits(),
-    MoETraits(**GROUPED_SIGMOID),
+    GROUPED_SIGMOID,
     must_be=NOAUX,
     ignored=("num_key_value_heads", "head_dim", "qk_head_dim"),
 )
@@ -205,19 +218,25 @@ KIMI_K25 = Family(
     ("kimi_k25",),
     ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     MLATraits(),
-    MoETraits(**GROUPED_SIGMOID),
+    GROUPED_SIGMOID,
     must_be=NOAUX,
     ignored=("num_key_value_heads", "head_dim", "qk_head_dim"),
     text_config=True,
     prefixes=(("language_model.model.", "language_model."), ("model.language_model.", "")),
-    skipped=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.", "model.multi_modal_projector."),
+    skipped=(
+        "vision_tower.",
+        "mm_projector.",
+        "model.vision_tower.",
+        "model.mm_projector.",
+        "model.multi_modal_projector.",
+    ),
 )
 GLM4_MOE = Family(
     "glm4_moe",
     ("glm4_moe",),
     ("Glm4MoeForCausalLM",),
     GQATraits(qkv_bias=ATTENTION_BIAS, qk_norm=Key("use_qk_norm", False), partial_rotary=0.5),
-    MoETraits(**GROUPED_SIGMOID),
+    GROUPED_SIGMOID,
     must_be=NOAUX,
 )
 GPT_OSS = Family(

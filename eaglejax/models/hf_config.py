@@ -1,4 +1,5 @@
-"""A Hugging Face config.json read with care: every value checked, every key read or known to be harmless, every default noted."""
+"""A Hugging Face config.json read with care: every value checked, every key read or known to be harmless, every
+default noted."""
 
 from __future__ import annotations
 
@@ -14,25 +15,31 @@ REQUIRED: Any = object()
 # Keys that say nothing about the forward pass of a trained model.
 HARMLESS = {
     # identity, dtype and tokens
-    "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "architectures", "model_type", "bos_token_id",
-    "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class", "_commit_hash", "license",
-    "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version", "initial_context_length", "quantization_config",
-    "compression_config", "language", "torchscript", "model_name", "base_model", "head_dtype",
+    "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "architectures",
+    "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "tokenizer_class", "_commit_hash", "license", "is_llama_config",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version", "initial_context_length", "quantization_config",
+    "compression_config", "language", "torchscript", "model_name", "base_model",
     # training only
-    "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "aux_loss_alpha", "seq_aux",
-    "pretraining_tp", "gradient_checkpointing", "ep_size", "moe_aux_loss_coeff", "router_dtype", "use_cache", "rope_ratio",
+    "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+    "attn_pdrop", "dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "pretraining_tp", "gradient_checkpointing", "ep_size",
+    "moe_aux_loss_coeff", "router_dtype", "use_cache", "mask_token_id",
+    # has an effect only beside a window, and is read there
+    "max_window_layers",
     # more layers than the target's own, which are skipped
     "num_nextn_predict_layers", "num_mtp_layers", "mtp_loss_scaling_factor",
     # generation and plumbing of transformers
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "use_bfloat16", "pruned_heads", "is_decoder",
-    "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "chunk_size_feed_forward",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams",
-    "num_beam_groups", "diversity_penalty", "do_sample", "early_stopping", "max_length", "min_length", "num_return_sequences",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "output_scores", "problem_type", "finetuning_task",
-    "id2label", "label2id", "num_labels", "task_specific_params", "prefix", "_attn_implementation", "attn_implementation",
-    "_attn_implementation_internal", "_attn_implementation_autoset", "tf_legacy_loss", "experts_implementation",
+    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "use_bfloat16",
+    "pruned_heads", "is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size",
+    "tie_encoder_decoder", "chunk_size_feed_forward", "temperature", "top_k", "top_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams", "num_beam_groups",
+    "diversity_penalty", "do_sample", "early_stopping", "max_length", "min_length", "num_return_sequences",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "output_scores", "problem_type", "finetuning_task", "id2label", "label2id", "num_labels", "task_specific_params",
+    "prefix", "_attn_implementation", "attn_implementation", "_attn_implementation_internal",
+    "_attn_implementation_autoset", "tf_legacy_loss", "experts_implementation",
 }  # fmt: skip
 
 # Words in an unknown key that name a part of a forward pass.
@@ -108,7 +115,8 @@ class HFConfig:
         self._read.update(keys)
 
     def unread(self) -> list[str]:
-        """Unknown keys that change nothing as far as their names tell; raises ConfigError for one that could change the forward pass."""
+        """Unknown keys that change nothing as far as their names tell; raises ConfigError for one that could change
+        the forward pass."""
         listed = []
         for key, value in self.values.items():
             if key in self._read or key in HARMLESS:

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1), always absorbed: heads are never expanded for the cache."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1), always absorbed: heads are never expanded
+for the cache."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from eaglejax.models.rows import KVRows, Step
 
 
 class LatentAttention(nnx.Module):
-    """Keys and values of all heads are linear in one latent of `kv_lora_rank`, so the up-projection of the keys moves to the query
-    side and that of the values behind the attention, which then runs over the cached latent as with a single key/value head.
+    """Keys and values of all heads are linear in one latent of `kv_lora_rank`, so the up-projection of the keys moves
+    to the query side and that of the values behind the attention, which then runs over the cached latent as with a
+    single key/value head.
 
     Weights: q_a [rank, in] and q_b [h (n + p), rank], or q [h (n + p), in] without a query rank; kv_a [r + p, in];
     key_up [h, n, r] and value_up [h, v, r], the two parts of a checkpoint's kv_b_proj; out [out, h v].
@@ -37,15 +39,11 @@ class LatentAttention(nnx.Module):
             self.q_a = Linear(in_features, config.q_lora_rank, axes=(None, "d"), dtype=dtype, use_bias=config.bias)
             self.q_a_norm = norm(config.q_lora_rank)
             self.q_b = Linear(config.q_lora_rank, q_width, axes=("h", None), dtype=dtype)
-        self.kv_a = Linear(
-            in_features, latent + config.rope_dim, axes=(None, "d"), dtype=dtype, use_bias=config.bias
-        )
+        self.kv_a = Linear(in_features, latent + config.rope_dim, axes=(None, "d"), dtype=dtype, use_bias=config.bias)
         self.kv_a_norm = norm(latent)
         self.key_up = param((heads, config.nope_dim, latent), ("h", None, None), dtype)
         self.value_up = param((heads, config.value_dim, latent), ("h", None, None), dtype)
-        self.out = Linear(
-            heads * config.value_dim, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.bias
-        )
+        self.out = Linear(heads * config.value_dim, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.bias)
 
     def _queries(self, x: Float[Array, "b t i"]) -> Float[Array, "b t w"]:
         if self.q is not None:
@@ -56,7 +54,8 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t i"], step: Step, cache: KVRows, earlier: KVRows | None = None
     ) -> tuple[Float[Array, "b t o"], KVRows]:
-        """The attention's output and the t own rows: [b, t, 1, r + p], the normed latent beside the rotated shared key."""
+        """The attention's output and the t own rows: [b, t, 1, r + p], the normed latent beside the rotated shared
+        key."""
         with jax.named_scope("mla"):
             config, (batch, rows, _) = self.config, x.shape
             queries = self._queries(x).reshape(batch, rows, config.heads, config.nope_dim + config.rope_dim)

@@ -65,7 +65,8 @@ def _ascending(ids: Int[Array, "n k"]) -> Int[Array, "n k"]:
 
 
 class Router(nnx.Module):
-    """Router weight [e, d], bias and correction bias [e]; kept and computed in float32 whatever the dtype of the model."""
+    """Router weight [e, d], bias and correction bias [e]; kept and computed in float32 whatever the dtype of the
+    model."""
 
     def __init__(self, config: MoEConfig, features: int):
         self.config = config
@@ -81,7 +82,8 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Weights of all experts: gate_up [e, 2, f, d] (gate first), down [e, d, f], with biases where the family has them."""
+    """Weights of all experts: gate_up [e, 2, f, d] (gate first), down [e, d, f], with biases where the family has
+    them."""
 
     def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike):
         count, width = config.experts, config.width

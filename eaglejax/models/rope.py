@@ -1,6 +1,8 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864), computed from positions on the fly: there is no table that could be too short.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864), computed from positions on the fly: there is no table that
+could be too short.
 
-Frequencies are built with numpy in float32, operation by operation as the reference libraries do, so that angles at far positions agree.
+Frequencies are built with numpy in float32, operation by operation as the reference libraries do, so that angles at
+far positions agree.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from eaglejax.models.config import RopeConfig
 KINDS = ("default", "linear", "llama3", "yarn")
 # every key that a RoPE dict of these kinds may carry, and the number types it must have
 NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "attention_factor", "partial_rotary_factor",
+    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "partial_rotary_factor",
 )  # fmt: skip
 OTHER_KEYS = ("rope_type", "type", "truncate", "finetuned")
 NEEDED = {
@@ -99,7 +101,8 @@ def yarn_attention_factor(rope: RopeConfig) -> float:
 def rotate(x: Float[Array, "b t n c"], positions: Int[Array, "b t"], rope: RopeConfig) -> Float[Array, "b t n c"]:
     """Rotates the first `rotary_dim` channels of every head by its position; the rest passes through.
 
-    Computed in float32, returned in the dtype of x. Equal positions give equal cos and sin in every layer, which XLA computes once.
+    Computed in float32, returned in the dtype of x. Equal positions give equal cos and sin in every layer, which XLA
+    computes once.
     """
     with jax.named_scope("rope"):
         frequencies, factor = inverse_frequencies(rope)
@@ -122,7 +125,8 @@ def rotate(x: Float[Array, "b t n c"], positions: Int[Array, "b t"], rope: RopeC
 
 
 def mla_scale(width: int, rope: RopeConfig) -> float:
-    """Softmax scale of latent attention with query heads of `width`: times mscale(factor, mscale_all_dim) squared under a scaled RoPE."""
+    """Softmax scale of latent attention with query heads of `width`: times mscale(factor, mscale_all_dim) squared
+    under a scaled RoPE."""
     scale = width**-0.5
     if rope.kind != "default" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -140,8 +144,8 @@ def read_rope(
 ) -> RopeConfig:
     """RoPE of a Hugging Face config, in the old layout or in that of transformers 5.
 
-    Old: `rope_theta` beside `rope_scaling` {type or rope_type, ...}. New: `rope_parameters` {rope_type, rope_theta, ...}. Where a config
-    carries both (exporters mirror the one into the other) they must say the same.
+    Old: `rope_theta` beside `rope_scaling` {type or rope_type, ...}. New: `rope_parameters` {rope_type, rope_theta,
+    ...}. Where a config carries both (exporters mirror the one into the other) they must say the same.
 
     Arguments:
         head_dim: width of a head, of which `partial_rotary_factor` is rotated.
@@ -156,8 +160,12 @@ def read_rope(
         if values is None or values == {}:
             continue
         if not isinstance(values, Mapping):
-            raise ConfigError("is no RoPE setting", where=f"{where}: {key}", found=repr(values), expected="{...} or null")
-        readings[key] = _read_dict(config, values, head_dim, interleaved, f"{where}: {key}", default_theta, default_partial)
+            raise ConfigError(
+                "is no RoPE setting", where=f"{where}: {key}", found=repr(values), expected="{...} or null"
+            )
+        readings[key] = _read_dict(
+            config, values, head_dim, interleaved, f"{where}: {key}", default_theta, default_partial
+        )
     if not readings:
         return _read_dict(config, {}, head_dim, interleaved, where, default_theta, default_partial)
     first, *others = readings.values()
@@ -177,7 +185,9 @@ def _read_dict(
 ) -> RopeConfig:
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in KINDS:
-        raise ConfigError("RoPE scaling that is not supported", where=where, found=repr(kind), expected=", ".join(KINDS))
+        raise ConfigError(
+            "RoPE scaling that is not supported", where=where, found=repr(kind), expected=", ".join(KINDS)
+        )
     for key, value in values.items():
         if key not in NUMBERS and key not in OTHER_KEYS:
             raise ConfigError(f"unknown RoPE key {key!r}", where=where, found=repr(value))
@@ -187,7 +197,9 @@ def _read_dict(
     length = outer or numbers["original_max_position_embeddings"]
     for key in NEEDED[kind]:
         if (length if key == "original_max_position_embeddings" else numbers[key]) is None:
-            raise ConfigError(f"RoPE scaling {kind!r} without {key!r}", where=where, found=dict(values), fix=f"add {key}")
+            raise ConfigError(
+                f"RoPE scaling {kind!r} without {key!r}", where=where, found=dict(values), fix=f"add {key}"
+            )
     partial = _agreed(config, values, "partial_rotary_factor", where)
     rotary_dim = int(head_dim * (default_partial if partial is None else partial))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:

@@ -25,7 +25,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class TargetReading:
-    """A config as read. `assumed`: defaults taken for absent keys; `unread`: keys without a meaning here; both for the load report."""
+    """A config as read. `assumed`: defaults taken for absent keys; `unread`: keys without a meaning here; both for
+    the load report."""
 
     config: TargetConfig
     family: Family
@@ -64,7 +65,8 @@ def read_target_config(
         generation: generation_config.json, whose eos_token_id wins over that of the config.
 
     Raises:
-        ConfigError: an unknown family, a missing or impossible value, a setting that would change the forward pass and that we do not have.
+        ConfigError: an unknown family, a missing or impossible value, a setting that would change the forward pass
+        and that we do not have.
     """
     family = find_family(values, where)
     outer, outer_where = values, where
@@ -169,7 +171,11 @@ def _gqa(hf: HFConfig, traits: GQATraits, window: int | None) -> GQAConfig:
     head_dim = hf.count("head_dim", default)
     partial = traits.partial_rotary
     rope = read_rope(
-        hf.values, head_dim, where=hf.where, default_theta=traits.theta, default_partial=1.0 if partial is None else partial
+        hf.values,
+        head_dim,
+        where=hf.where,
+        default_theta=traits.theta,
+        default_partial=1.0 if partial is None else partial,
     )
     if partial is None and rope.rotary_dim != head_dim:
         raise hf.refuse("partial_rotary_factor", rope.rotary_dim / head_dim, "1.0 in this family")
@@ -190,19 +196,20 @@ def _gqa(hf: HFConfig, traits: GQATraits, window: int | None) -> GQAConfig:
 
 def _windows(hf: HFConfig, traits: GQATraits, count: int) -> list[int | None]:
     """The window of each layer, None where it sees everything."""
-    if traits.window == "none":
-        return [None] * count
-    hf.mark("max_window_layers")
-    used = traits.window in ("all", "layer types") or hf.get("use_sliding_window", bool, False)
-    # only Mistral's own code has a window where the config has no such key; null means none everywhere
-    width = hf.get("sliding_window", int, None)
     types = hf.get("layer_types", list, None)
     if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
         raise hf.refuse("layer_types", types, f"{count} times {FULL!r} or {SLIDING!r}")
-    if not used:
+    if traits.window == "none" or ("used" in traits.window and not hf.get("use_sliding_window", bool, False)):
         if types is not None and SLIDING in types:
-            raise hf.refuse("use_sliding_window", False, "true, as layer_types asks for windows")
+            raise hf.refuse(
+                "layer_types", types, "no windows here: the family has none, or use_sliding_window is false"
+            )
+        if traits.window != "none":
+            hf.mark("sliding_window")
         return [None] * count
+    width = hf.get("sliding_window", int, None)
+    if "sliding_window" not in hf.values and traits.window_default:
+        width = hf.assume("sliding_window", int, traits.window_default)
     if traits.window in ("all", "all if used"):
         if types is not None and set(types) != {SLIDING if width else FULL}:
             raise hf.refuse("layer_types", types, "one kind of attention in all layers of this family")
@@ -214,7 +221,8 @@ def _windows(hf: HFConfig, traits: GQATraits, count: int) -> list[int | None]:
         hf.assumed.append("layer_types is absent: windows in every other layer, beginning with the first")
         types = [FULL if layer % 2 else SLIDING for layer in range(count)]
     elif types is None:
-        raise hf.refuse("use_sliding_window", True, "layer_types beside it: releases disagree on which layers have windows")
+        expected = "layer_types beside it: releases disagree on which layers have windows"
+        raise hf.refuse("use_sliding_window", True, expected)
     if SLIDING in types and (width is None or width < 1):
         raise ConfigError("layers with a window need one", where=f"{hf.where}: sliding_window", found=width)
     return [width if kind == SLIDING else None for kind in types]

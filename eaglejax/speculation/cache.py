@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
 
 from eaglejax.models.rows import KVRows
 
@@ -34,12 +35,28 @@ def commit(
     rows: list[KVRows],
     start: Int[Array, " b"],
     count: Int[Array, " b"],
+    read: Shaped[Array, "b t *d"],
     path: Int[Array, "b p"] | None = None,
 ) -> list[KVRows]:
-    """Caches with the first `count` step rows (along `path`, where given) of each slot appended at `start`."""
+    """Caches with the first `count` step rows (along `path`, where given) of each slot appended at `start`.
+
+    `read` is anything computed from all reads of these caches, such as the pass's output: the write waits for it.
+    """
 
     def one(cache, new):
-        return put_rows(cache, new if path is None else take_rows(new, path), start, count)
+        return put_rows(cache, new if path is None else take_rows(new, path), start, waiting)
 
     with jax.named_scope("commit"):
+        waiting = jnp.where(_true_after(read), count, 0)
         return jax.tree.map(one, caches, rows)
+
+
+def _true_after(read: Shaped[Array, "b t *d"]) -> Bool[Array, " b"]:
+    """True, but not before `read` is there, and not so plainly that XLA would see it.
+
+    Where nothing orders a write after the reads, XLA copies the whole cache first, twice per layer and cycle.
+    """
+    word = read.reshape(read.shape[0], -1)[:, 0]
+    if jnp.issubdtype(word.dtype, jnp.floating):
+        word = lax.bitcast_convert_type(word, jnp.dtype(f"int{8 * word.dtype.itemsize}"))
+    return (word | jnp.ones_like(word)) != jnp.zeros_like(word)

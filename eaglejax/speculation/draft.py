@@ -43,7 +43,7 @@ def extend(
     with jax.named_scope("draft_extend"):
         step = causal_step(start, tokens.shape[1])
         out = draft(tokens, draft.fuse(features), step, cache)
-        cache = commit(cache, out.rows, start, count)
+        cache = commit(cache, out.rows, start, count, out.hidden)
         last = jnp.maximum(count - 1, 0)[:, None]
         return cache, Tip(
             hidden=take_rows(out.hidden, last)[:, 0],

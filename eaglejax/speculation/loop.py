@@ -59,7 +59,7 @@ def cycle(models: Models, state: State, spec: Speculation) -> State:
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
     live = ~state.done
     kept = jnp.where(live, accepted.count + 1, 0)
-    target_cache = commit(state.target_cache, verdict.rows, root_positions, kept, accepted.path)
+    target_cache = commit(state.target_cache, verdict.rows, root_positions, kept, verdict.draws, accepted.path)
     emitted = take_rows(verdict.draws, accepted.path)
     pending = (
         (emitted, take_rows(verdict.features, accepted.path), accepted.count + 1)
@@ -111,7 +111,7 @@ def prefill(models: Models, state: State, offset: Int[Array, ""], rows: int) -> 
     count = jnp.clip(request.prompt_length - offset, 0, rows)
     with jax.named_scope("target_prefill"):
         out = models.target(tokens[:, :-1], causal_step(start, rows), state.target_cache, models.boundaries)
-        state = replace(state, target_cache=commit(state.target_cache, out.rows, start, count))
+        state = replace(state, target_cache=commit(state.target_cache, out.rows, start, count, out.hidden))
     features = join_features(out.captured, out.hidden)
     if models.draft is not None:
         with jax.named_scope("draft_prefill"):

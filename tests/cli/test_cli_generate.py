@@ -19,9 +19,24 @@ def pair(tmp_path_factory, data):
     return write_target(folder / "target", data / "text" / "letters"), write_draft(folder / "draft")
 
 
+@pytest.fixture(scope="module")
+def opened():
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def no_compile_cache(monkeypatch):
-    # it is a setting of the whole process, and other tests run in this one
+def one_engine_per_setting(monkeypatch, opened):
+    """Command lines of one setting share an engine and its compiled programs; a process has just one command line."""
+    make = session.EagleJaxEngine.from_pretrained
+
+    def remembered(**arguments):
+        key = repr(sorted(arguments.items()))
+        if key not in opened:
+            opened[key] = make(**arguments)
+        return opened[key]
+
+    monkeypatch.setattr(session.EagleJaxEngine, "from_pretrained", remembered)
+    # the compilation cache is a setting of the whole process, and other tests run in this one
     monkeypatch.setattr(session, "use_compile_cache", lambda: None)
 
 
@@ -43,7 +58,7 @@ def test_one_prompt_prints_its_text_and_the_figures_apart(capsys, chain):
     assert run(["generate", "--prompt=abc", "--max_new_tokens=9", *chain]) == 0
     out, err = capsys.readouterr()
     assert out == "defghijkl\n"
-    assert "9 tokens: first after" in err and "compiling" in err and "tokens/s" in err
+    assert "9 tokens: first after" in err and "tokens/s" in err
     assert "chain (3, 1, 4)" in err
     assert "tau 2.00 tokens per cycle, bonus included, over 4 cycles" in err
     assert "accepted at level 1, 2, 3: 100, 0, 0 % of all cycles (100, 0, - % of those that reach it)" in err
@@ -66,15 +81,20 @@ def test_json_holds_the_answer_and_its_counts(capsys, chain):
     assert answer["accepted_per_cycle"] == [1] * 4 and answer["tau"] == 2
     assert answer["accepted_by_level_of_all_cycles"] == [1, 0, 0]
     assert answer["accepted_by_level_of_cycles_that_reach_it"] == [1, 0, None]
-    assert answer["decode_seconds"] > 0 and answer["decode_compile_seconds"] > 0
+    assert answer["decode_seconds"] > 0
 
 
 def test_compilation_is_in_no_rate(capsys, chain):
+    chain.append("--max_len=48")  # an engine that no other test has warmed up
     assert run(["generate", "--prompt=a", "--max_new_tokens=40", "--json", *chain]) == 0
     (answer,) = answers(capsys)
+    assert 0 < answer["first_token_compile_seconds"] < answer["first_token_seconds"]
     # a tiny model decodes 40 tokens in far less time than its program takes to compile
     assert answer["decode_seconds"] < answer["decode_compile_seconds"]
     assert answer["tokens_per_second"] == pytest.approx(39 / answer["decode_seconds"], rel=0.01)
+    assert run(["generate", "--prompt=a", "--max_new_tokens=40", "--json", *chain]) == 0
+    (answer,) = answers(capsys)
+    assert answer["first_token_compile_seconds"] + answer["decode_compile_seconds"] < 0.05
 
 
 def test_several_prompts_answer_in_order_whatever_their_kind(capsys, chain, tmp_path):
@@ -127,18 +147,18 @@ def test_a_run_config_is_enough(capsys, pair, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         f'[model]\nmodel = "{pair[0]}"\ndraft = "{pair[1]}"\ncapture = [1, 2, 3]\n'
-        "[speculation]\nnum_steps = 2\n[sampling]\nmax_new_tokens = 5\n[engine]\nmax_len = 32\n"
+        "[speculation]\nnum_steps = 3\n[sampling]\nmax_new_tokens = 5\n[engine]\nmax_len = 64\nslots = 2\n"
     )
     assert run(["generate", "--prompt=a", f"--config={path}", "--json"]) == 0
     (answer,) = answers(capsys)
-    assert (answer["text"], answer["accepted_per_cycle"], answer["num_steps"]) == ("bcdef", [1, 1], 2)
+    assert (answer["text"], answer["accepted_per_cycle"], answer["num_steps"]) == ("bcdef", [1, 1], 3)
 
 
 def test_report_tells_what_was_loaded(capsys, chain):
     assert run(["generate", "--prompt=a", "--max_new_tokens=1", "--report", *chain]) == 0
     out, err = capsys.readouterr()
     assert out == "b\n"
-    assert "speculation:" in err and "(1, 2, 3)" in err
+    assert "speculation:" in err and "boundaries [1, 2, 3]" in err
 
 
 def test_chat_reads_piped_lines_and_remembers(capsys, chain, monkeypatch):
@@ -187,7 +207,7 @@ def test_ctrl_c_is_exit_code_130(capsys, plain, monkeypatch):
     [
         ("model.safetensors", lambda b: b[:-1024], "incomplete"),
         ("model.safetensors", lambda b: b"", "empty"),
-        ("config.json", lambda b: b[: len(b) // 2], "JSON"),
+        ("config.json", lambda b: b[: len(b) // 2], "cut off after"),
         ("tokenizer.json", lambda b: b[:40], "tokenizer.json"),
     ],
 )

@@ -25,16 +25,21 @@ def fuse(draft, features):
     return jax.jit(lambda arrays, x: nnx.merge(graph, arrays).fuse(x))(arrays, jnp.asarray(features))
 
 
-def from_scratch(draft, features, tokens):
-    """Rows (token i, capture i) from position 0 on: fused state, DraftOutput and logits."""
+def teacher(draft):
+    """A function (features, tokens) -> fused state, DraftOutput, logits; row i (token i, capture i) at position i."""
     graph, arrays = nnx.split(draft)
-    rows = tokens.shape[1]
 
     @jax.jit
     def run(arrays, features, tokens):
         module = nnx.merge(graph, arrays)
         fused = module.fuse(features)
-        out = module(tokens, fused, causal_step(jnp.zeros((1,), jnp.int32), rows), module.empty_caches(1, 0))
+        step = causal_step(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+        out = module(tokens, fused, step, module.empty_caches(1, 0))
         return fused, out, module.logits(out.hidden)
 
-    return run(arrays, jnp.asarray(features), jnp.asarray(tokens, jnp.int32))
+    return lambda features, tokens: run(arrays, jnp.asarray(features), jnp.asarray(tokens, jnp.int32))
+
+
+def from_scratch(draft, features, tokens):
+    """`teacher`, once."""
+    return teacher(draft)(features, tokens)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import kit_m
 import numpy as np
 import pytest
-from draft_runs import compiled, from_scratch, fuse
+from draft_runs import compiled, from_scratch, fuse, teacher
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -69,7 +69,7 @@ def write(cache: KVRows, own: KVRows, start: int) -> KVRows:
 
 
 def test_step_by_step_is_the_whole_sequence(case):
-    """Row i pairs token i + 1 with the state of position i and stands at position i, however many rows one call takes."""
+    """Row i pairs token i + 1 with the state of position i and stands at position i, however many rows a call takes."""
     draft, expected = case
     tokens = jnp.asarray(expected["input_ids"][:, 1:], jnp.int32)
     fused, run = fuse(draft, expected["aux_hidden"]), compiled(draft)
@@ -146,9 +146,11 @@ def test_markov_pair_and_wrong_boundaries(markov, streams):
     assert loaded.capture.boundaries == (2, 4, 5) and "[2, 4, 5]" in str(report)
     expected = q[np.asarray(tokens[0, 1:])]
 
+    forced = teacher(draft)
+
     def teacher_forced(boundaries):
         features = jnp.concatenate([captured[b] for b in boundaries], axis=-1)[:, :-1]
-        _, out, logits = from_scratch(draft, features, tokens[:, 1:])
+        _, out, logits = forced(features, tokens[:, 1:])
         return out, jax.nn.softmax(logits[0])
 
     answer, right = teacher_forced(loaded.capture.boundaries)

@@ -1,4 +1,5 @@
-"""Whole targets against transformers: logits, every boundary, every router choice, greedy text, cache against no cache."""
+"""Whole targets against transformers: logits, every boundary, every router choice, greedy text, cache against no
+cache."""
 
 import jax.numpy as jnp
 import numpy as np
