@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -26,8 +27,17 @@ from eaglejax.wave import Job, Wave
 PLAIN = Speculation(num_steps=0)
 # until a tree is chosen from measured costs, "auto" is this chain
 AUTO = Speculation(num_steps=3, topk=1, num_draft_tokens=4)
-_ENGINE: Any = object()  # "as the engine was set", where None means plain decoding
 Setting = Speculation | Literal["auto"] | None
+
+
+class _Own(Enum):
+    """Stands for "as the engine was set", where None means plain decoding."""
+
+    SETTING = "the engine's own setting"
+
+
+_ENGINE = _Own.SETTING
+Override = Setting | _Own
 
 
 class EagleJaxEngine:
@@ -119,7 +129,7 @@ class EagleJaxEngine:
         prompts: Any,
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        speculation: Setting = _ENGINE,
+        speculation: Override = _ENGINE,
     ) -> list[Generation]:
         """Answer every prompt.
 
@@ -142,7 +152,7 @@ class EagleJaxEngine:
         prompt: Any,
         sampling: Sampling | None = None,
         *,
-        speculation: Setting = _ENGINE,
+        speculation: Override = _ENGINE,
         cycles: int = 2,
     ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece; the last piece carries the whole Generation.
@@ -162,7 +172,7 @@ class EagleJaxEngine:
         messages: Sequence[dict[str, Any]],
         sampling: Sampling | None = None,
         *,
-        speculation: Setting = _ENGINE,
+        speculation: Override = _ENGINE,
     ) -> Generation:
         """The answer to one conversation: messages of {"role": .., "content": ..}, through the checkpoint's own chat template."""
         return self.generate([parse_messages(messages)], sampling, speculation=speculation)[0]
@@ -178,7 +188,7 @@ class EagleJaxEngine:
         draft, boundaries = self._need_draft()
         return teacher.draft_score(self._pair.target, draft, boundaries, self._ids(token_ids, 2))
 
-    def propose(self, token_ids: Sequence[int], speculation: Setting = _ENGINE) -> TreeView:
+    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> TreeView:
         """The tree the draft grows below the last token, at temperature 0."""
         draft, boundaries = self._need_draft()
         spec = self._setting(speculation)
@@ -202,8 +212,8 @@ class EagleJaxEngine:
         check_tree(spec, draft.config.draft_vocab_size)
         return spec
 
-    def _setting(self, speculation: Any) -> Speculation:
-        return self.speculation if speculation is _ENGINE else self._checked(speculation)
+    def _setting(self, speculation: Override) -> Speculation:
+        return self.speculation if isinstance(speculation, _Own) else self._checked(speculation)
 
     def _describe(self, asked: Setting) -> str:
         if asked == "auto" and self.speculation is not PLAIN:

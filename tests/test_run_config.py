@@ -108,7 +108,7 @@ def test_which_draft_is_meant(tmp_path, text, draft, speculation):
         ('[engine]\ndtype = "int8"', ["[engine] dtype", "int8", "float32 or bfloat16"]),
         ("[engine]\nslots = 0", ["[engine] slots", "found 0", "at least 1"]),
         ("[engine]\nmax_len = true", ["[engine] max_len", "True"]),
-        ("[engine", ["not valid TOML", "line 1"]),
+        ("[engine", ["not valid TOML", "Expected ']'"]),
     ],
 )
 def test_refusals_name_file_key_and_values(tmp_path, text, words):

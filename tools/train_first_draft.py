@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 from sample_answers import left_padded, sample
 
+from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.checkpoint.target_loader import load_target
 from eaglejax.load_report import LoadReport
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig
@@ -30,6 +31,7 @@ from eaglejax.training import trainer
 from eaglejax.training.data import Document, draft_vocabulary, pack
 from eaglejax.training.export import write_draft
 from eaglejax.training.ttt import Text
+from eaglejax.training.weights import first_weights, trained_weights
 
 SIZES = (96, 256)  # prompts are padded to one of these lengths; longer ones are left out
 NEW_TOKENS = 256
@@ -277,8 +279,11 @@ class Run:
         documents = self.sample()
         stored = self.work / "weights.npz"
         again = args.resume and stored.exists()
+        before = self.earlier_draft() if args.start else None
         if again:
             target_ids = np.load(stored)["target_ids"]
+        elif before is not None:
+            target_ids = np.asarray(before.target_ids[...])
         else:
             target_ids, covered = draft_vocabulary(documents, args.vocabulary, self.target.config.vocab_size)
             self.statistics(documents, covered)
@@ -295,15 +300,25 @@ class Run:
         rows = rng.permutation(text.tokens.shape[0])
         batches = [rows[i : i + args.batch] for i in range(0, len(rows) - args.batch + 1, args.batch)] or [rows]
         if again:
-            values = np.load(stored)
-            state = trainer.start({k: values[k] for k in values.files if "." in k}, settings)
+            state = trainer.start(read_weights(stored), settings)
+        elif before is not None:
+            state = trainer.start({path: np.asarray(x) for path, x in trained_weights(before).items()}, settings)
         else:
             state = trainer.start(self.initial(config, head, target_ids, self.batch(text, batches[0])), settings)
         self.loop(state, frozen, config, settings, text, batches, texts, rng, target_ids)
 
-    def initial(self, config, head, target_ids, text: Text) -> dict[str, np.ndarray]:
-        from eaglejax.training.weights import first_weights
+    def earlier_draft(self):
+        """The draft of an exported folder, to go on from."""
+        return read_draft(
+            self.args.start,
+            dtype="float32",
+            target=None,
+            target_embedding=np.asarray(self.target.embedding.weight[...].astype(jnp.float32)),
+            capture="auto",
+            report=LoadReport(),
+        ).draft
 
+    def initial(self, config, head, target_ids, text: Text) -> dict[str, np.ndarray]:
         captured = np.asarray(trainer.target_features(self.target, text, boundaries(self.target.config)).captured.astype(jnp.float32))
         real = captured[np.asarray(text.segments) >= 0].reshape(-1, config.captures, config.target_hidden_size)
         scales = [float(s) for s in np.median(np.sqrt((real**2).mean(-1)), axis=0)]
@@ -394,11 +409,16 @@ class Run:
         self.log(json.dumps(facts))
 
 
+def read_weights(file: Path) -> dict[str, np.ndarray]:
+    """Parameter path -> float32 values of a checkpoint, whether whole or in bfloat16."""
+    stored = np.load(file)
+    widen = lambda x: x.view(ml_dtypes.bfloat16).astype(np.float32) if x.dtype == np.uint16 else x
+    return {name: widen(stored[name]) for name in stored.files if "." in name}
+
+
 def export(args) -> None:
     """The shipped folder from a checkpoint."""
-    stored = np.load(args.weights)
-    widen = lambda x: x.view(ml_dtypes.bfloat16).astype(np.float32) if x.dtype == np.uint16 else x
-    weights = {name: widen(stored[name]) for name in stored.files if "." in name}
+    stored, weights = np.load(args.weights), read_weights(args.weights)
     target = load_target(args.target, dtype="float32", report=LoadReport())
     config = draft_config(target.config, len(stored["target_ids"]), int(stored["width"]))
     write_draft(Path(args.out), config, weights, stored["target_ids"], int8=not args.float32)
@@ -432,6 +452,7 @@ def main() -> None:
     two.add_argument("--keep-gb", type=float, default=90, help="device memory for kept target features")
     two.add_argument("--limit", type=int, default=0, help="prompts of each set at most (a trial)")
     two.add_argument("--max-steps", type=int, default=0)
+    two.add_argument("--start", default="", help="folder of an exported draft to go on from")
     two.add_argument("--resume", action="store_true")
     three = commands.add_parser("export")
     three.add_argument("--weights", required=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 
-CPU_PREFIX_BLOCK = 256
+# measured on 2 cores with SmolLM2: 64 is 0.3 ms a step faster at 60 tokens, 256 as much at 500
+CPU_PREFIX_BLOCK = 128
 
 
 def prefix_block(cached_rows: int) -> int | None:
