@@ -80,7 +80,10 @@ class Speculation:
             )
         if steps and nodes < 2:
             raise ConfigError(
-                "a tree holds at least its root and one candidate", where="num_draft_tokens", found=nodes, expected="2 or more"
+                "a tree holds at least its root and one candidate",
+                where="num_draft_tokens",
+                found=nodes,
+                expected="2 or more",
             )
         if nodes - 1 > pool:
             raise ConfigError(
@@ -93,7 +96,10 @@ class Speculation:
         scales = tuple(scale) if isinstance(scale, Sequence) else (scale,) * max(steps, 1)
         if len(scales) != max(steps, 1) or not all(math.isfinite(x) and x > 0 for x in scales):
             raise ConfigError(
-                "one positive number, or one per level", where="score_temperature", found=scale, expected=f"{steps} numbers > 0"
+                "one positive number, or one per level",
+                where="score_temperature",
+                found=scale,
+                expected=f"{steps} numbers > 0",
             )
         put("score_temperature", tuple(float(x) for x in scales))
         if not (math.isfinite(self.coupling) and self.coupling > 0):
@@ -110,7 +116,14 @@ class Speculation:
         assert self.num_draft_tokens is not None
         return self.num_draft_tokens
 
+    def temperature_of(self, level: int) -> float:
+        """The score temperature of a level, 1 being the children of the root."""
+        scales = self.score_temperature
+        assert isinstance(scales, tuple)
+        return scales[level - 1]
+
     def describe(self) -> str:
+        """The setting in words."""
         if self.num_steps == 0:
             return "plain decoding"
         shape = "chain" if self.topk == 1 else "tree"

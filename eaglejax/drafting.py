@@ -69,7 +69,7 @@ class StandaloneDraft:
         rows, tokens, features = self._inputs(aux_hidden, token_ids)
         return view(self._propose(self._arrays, tokens, features, jnp.asarray([rows], jnp.int32), speculation))
 
-    def _inputs(self, aux_hidden: Any, token_ids: Sequence[int]) -> tuple[int, Int[np.ndarray, "1 t"], Array]:
+    def _inputs(self, aux_hidden: Any, token_ids: Sequence[int]) -> tuple[int, Int[Array, "1 t"], Array]:
         features = np.asarray(aux_hidden)
         rows = len(token_ids) - 1
         width = self.draft.config.target_hidden_size * self.draft.config.captures
@@ -87,10 +87,15 @@ class StandaloneDraft:
 def check_tree(spec: Speculation, draft_vocab_size: int) -> None:
     """Refuse trees that this draft cannot fill."""
     if spec.num_steps < 1:
-        raise ConfigError("a tree has at least one level", where="num_steps", found=spec.num_steps, expected="1 or more")
+        raise ConfigError(
+            "a tree has at least one level", where="num_steps", found=spec.num_steps, expected="1 or more"
+        )
     if spec.topk > draft_vocab_size:
         raise ConfigError(
-            "more children than the draft has tokens", where="topk", found=spec.topk, expected=f"at most {draft_vocab_size}"
+            "more children than the draft has tokens",
+            where="topk",
+            found=spec.topk,
+            expected=f"at most {draft_vocab_size}",
         )
 
 
@@ -113,5 +118,7 @@ def load_draft(
         capture: as in `EagleJaxEngine.from_pretrained`.
     """
     report = LoadReport()
-    loaded = read_draft(folder, dtype=dtype, target=None, target_embedding=target_embedding, capture=capture, report=report)
+    loaded = read_draft(
+        folder, dtype=dtype, target=None, target_embedding=target_embedding, capture=capture, report=report
+    )
     return StandaloneDraft(loaded.draft, report, dtype)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from eaglejax import teacher
@@ -56,6 +55,7 @@ class EagleJaxEngine:
         draft: str | None = None,
         speculation: Setting = "auto",
         capture: str | Sequence[int] = "auto",
+        draft_config: Mapping[str, Any] | None = None,
         mesh: Any = None,
         dtype: str = "float32",
         max_len: int = 2048,
@@ -66,9 +66,10 @@ class EagleJaxEngine:
         Arguments:
             model: a built-in name ("smollm2"), a folder in Hugging Face format, a .gguf file, or a hub id.
             draft: likewise for the draft; None is plain decoding.
-            speculation: the tree of every cycle; "auto" (a short chain for now, or plain decoding without a draft); None for plain decoding.
+            speculation: the tree of every cycle; "auto" (a short chain for now; plain decoding without a draft); None for plain decoding.
             capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
                 boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.
+            draft_config: keys of the draft's config.json to replace, such as {"rope_theta": 10000.0} or {"norm_output": False}.
             mesh: None; one device.
             dtype: "float32" or "bfloat16", of weights and caches.
             max_len: tokens of prompt and answer at most.
@@ -86,11 +87,16 @@ class EagleJaxEngine:
                 raise ConfigError("a positive whole number", where=name, found=repr(value))
         if draft is None and isinstance(speculation, Speculation) and speculation.num_steps:
             raise ConfigError(
-                "a tree needs a draft", where="speculation", found=speculation.describe(), fix="pass draft=, or speculation=None"
+                "a tree needs a draft",
+                where="speculation",
+                found=speculation.describe(),
+                fix="pass draft=, or speculation=None",
             )
-        pair = load_pair(model, draft, capture=capture, dtype=dtype)
+        pair = load_pair(model, draft, capture=capture, dtype=dtype, draft_config=draft_config)
         if max_len > pair.target.config.max_position > 0:
-            pair.report.warn(f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens")
+            pair.report.warn(
+                f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens"
+            )
             max_len = pair.target.config.max_position
         engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots)
         pair.report.note("speculation", engine._describe(speculation))
@@ -109,7 +115,10 @@ class EagleJaxEngine:
     def tokenizer(self) -> Tokenizer:
         if self._pair.tokenizer is None:
             raise ConfigError(
-                "this checkpoint has no tokenizer", where=self._pair.name, expected="tokenizer.json or tiktoken.model", fix="use token ids"
+                "this checkpoint has no tokenizer",
+                where=self._pair.name,
+                expected="tokenizer.json or tiktoken.model",
+                fix="use token ids",
             )
         return self._pair.tokenizer
 
@@ -184,7 +193,10 @@ class EagleJaxEngine:
         return teacher.score(self._pair.target, self._ids(token_ids, 1))
 
     def draft_score(self, token_ids: Sequence[int]) -> DraftScore:
-        """Teacher-forced pass of the draft: row i has token i + 1 beside the target's features of position i; logits [t-1, w], hidden [t-1, d]."""
+        """Teacher-forced pass of the draft: logits [t-1, w] and hidden [t-1, d].
+
+        Row i has token i + 1 beside the target's features of position i.
+        """
         draft, boundaries = self._need_draft()
         return teacher.draft_score(self._pair.target, draft, boundaries, self._ids(token_ids, 2))
 
@@ -204,11 +216,15 @@ class EagleJaxEngine:
             return PLAIN
         spec = AUTO if speculation == "auto" else speculation
         if not isinstance(spec, Speculation):
-            raise ConfigError("not a tree", where="speculation", found=repr(speculation), expected='a Speculation, "auto" or None')
+            raise ConfigError(
+                "not a tree", where="speculation", found=repr(speculation), expected='a Speculation, "auto" or None'
+            )
         if spec.num_steps == 0:
             return PLAIN
         if draft is None:
-            raise ConfigError("a tree needs a draft", where="speculation", found=spec.describe(), fix="load the engine with draft=")
+            raise ConfigError(
+                "a tree needs a draft", where="speculation", found=spec.describe(), fix="load the engine with draft="
+            )
         check_tree(spec, draft.config.draft_vocab_size)
         return spec
 
@@ -236,9 +252,15 @@ class EagleJaxEngine:
 
     def _jobs(self, prompts: Any, sampling: Sampling | Sequence[Sampling] | None) -> list[Job]:
         ids = self.encode(prompts)
-        samplings = [sampling or Sampling()] * len(ids) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        samplings = (
+            [sampling or Sampling()] * len(ids)
+            if sampling is None or isinstance(sampling, Sampling)
+            else list(sampling)
+        )
         if len(samplings) != len(ids) or not all(isinstance(s, Sampling) for s in samplings):
-            raise ConfigError("one Sampling, or one per prompt", where="sampling", found=len(samplings), expected=len(ids))
+            raise ConfigError(
+                "one Sampling, or one per prompt", where="sampling", found=len(samplings), expected=len(ids)
+            )
         jobs = []
         for prompt, asked in zip(ids, samplings, strict=True):
             stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
@@ -250,7 +272,10 @@ class EagleJaxEngine:
 
     def _ids(self, token_ids: Sequence[int], least: int) -> list[int]:
         (ids,) = parse_prompts(
-            [list(token_ids)], None, vocab_size=self._pair.target.config.vocab_size, max_len=self._pair.target.config.max_position
+            [list(token_ids)],
+            None,
+            vocab_size=self._pair.target.config.vocab_size,
+            max_len=self._pair.target.config.max_position,
         )
         if len(ids) < least:
             raise PromptError("too few tokens", where="token_ids", found=len(ids), expected=f"{least} or more")

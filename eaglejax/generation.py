@@ -42,7 +42,9 @@ class Stats:
 
     def accepted_at_level(self, levels: int) -> list[float]:
         """Share of all cycles that accepted a token at level 1, 2, .. (unconditional)."""
-        return [sum(a >= level for a in self.accepted_per_cycle) / max(self.cycles, 1) for level in range(1, levels + 1)]
+        return [
+            sum(a >= level for a in self.accepted_per_cycle) / max(self.cycles, 1) for level in range(1, levels + 1)
+        ]
 
 
 @dataclass(frozen=True)

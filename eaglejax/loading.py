@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -31,11 +33,12 @@ class Pair:
     dtype: jnp.dtype
     draft: Draft | None = None
     capture: CaptureReading | None = None
-    score_temperature: tuple[float, ...] = ()  # per level, from the draft's own manifest; empty: 1
     report: LoadReport = field(default_factory=LoadReport)
 
 
-def load_pair(model: str, draft: str | None, *, capture: Capture, dtype: str) -> Pair:
+def load_pair(
+    model: str, draft: str | None, *, capture: Capture, dtype: str, draft_config: Mapping[str, Any] | None = None
+) -> Pair:
     """A target and, where one is named, its draft; every header of both is checked before the first weight is read.
 
     Raises CheckpointError or ConfigError; see `EagleJaxEngine.from_pretrained`.
@@ -47,9 +50,21 @@ def load_pair(model: str, draft: str | None, *, capture: Capture, dtype: str) ->
     reading, reader = open_target(source.path)
     plan = None
     if draft is not None:
-        plan = inspect_draft(resolve(draft), target=facts_of(reading.config), capture=capture, report=report)
+        plan = inspect_draft(
+            resolve(draft),
+            target=facts_of(reading.config),
+            capture=capture,
+            overrides=draft_config,
+            report=report,
+        )
+    elif draft_config:
+        raise ConfigError(
+            "a draft's config is replaced, and no draft is given", where="draft_config", fix="pass draft="
+        )
     elif capture != "auto":
-        raise ConfigError("captures belong to a draft, and none is given", where="capture", found=repr(capture), fix="pass draft=")
+        raise ConfigError(
+            "captures belong to a draft, and none is given", where="capture", found=repr(capture), fix="pass draft="
+        )
     tokenizer = load_tokenizer(source.folder, reader) if has_tokenizer(source.folder, reader) else None
     config = reader.hf_config or read_config(source.folder)
     folder = source.folder if reader.hf_config is None else None
@@ -63,7 +78,7 @@ def load_pair(model: str, draft: str | None, *, capture: Capture, dtype: str) ->
     )
     if plan is not None:
         loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report)
-        pair.draft, pair.capture, pair.score_temperature = loaded.draft, loaded.capture, loaded.score_temperature
+        pair.draft, pair.capture = loaded.draft, loaded.capture
     _report_text(pair)
     for line in select.describe():
         report.note("kernels", line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -35,9 +34,7 @@ def draft_score(target: Target, draft: Draft, boundaries: tuple[int, ...], token
     return DraftScore(np.asarray(logits[0, :count]), np.asarray(hidden[0, :count], np.float32))
 
 
-def propose(
-    target: Target, draft: Draft, boundaries: tuple[int, ...], token_ids: list[int], spec: Speculation
-) -> Tree:
+def propose(target: Target, draft: Draft, boundaries: tuple[int, ...], token_ids: list[int], spec: Speculation) -> Tree:
     """The tree below the last token, at temperature 0."""
     count = len(token_ids) - 1
     tokens = token_row(token_ids, teacher_bucket(count) + 1)

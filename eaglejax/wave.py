@@ -115,13 +115,14 @@ class Wave:
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 columns[name][index] = getattr(job.sampling, name)
         put = jax.numpy.asarray
-        request = Request(seed=put(seeds), stop_ids=put(stops), **{name: put(column) for name, column in columns.items()})
+        request = Request(
+            seed=put(seeds), stop_ids=put(stops), **{name: put(column) for name, column in columns.items()}
+        )
         return request, prompts
 
     def _collect(self, state: State, ended: Bool[np.ndarray, " b"]) -> Iterator[tuple[int, Chunk]]:
         tokens, lengths, done, stopped, cycles, accepted = (
-            np.asarray(x)
-            for x in (state.tokens, state.length, state.done, state.stopped, state.cycles, state.accepted)
+            np.asarray(x) for x in (state.tokens, state.length, state.done, state.stopped, state.cycles, state.accepted)
         )
         for index, job in enumerate(self.jobs):
             if self.answers[index] is not None:

@@ -1,9 +1,13 @@
 """Settings every test runs under: strict dtypes, so that nothing is promoted by accident."""
 
+import os
 from pathlib import Path
 
-import jax
-import pytest
+# the programs run for milliseconds: without this most of a test would be LLVM at work
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -29,7 +29,9 @@ def transformers_speed(model, ids: list[int], tokens: int) -> float:
     def run(count: int) -> float:
         begin = time.perf_counter()
         with torch.no_grad():
-            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True, pad_token_id=2)
+            model.generate(
+                prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True, pad_token_id=2
+            )
         return time.perf_counter() - begin
 
     return (tokens - 1) / (run(tokens) - run(1))
@@ -52,10 +54,12 @@ def main() -> None:
     engine = EagleJaxEngine.from_pretrained("smollm2", draft=None if args.draft == "none" else args.draft, slots=1)
     asked = Sampling(max_new_tokens=args.tokens, ignore_eos=True)
     chats = [engine.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
-    settings = {"eaglejax plain": None} | ({} if args.draft == "none" else {f"eaglejax {engine.speculation.describe()}": "auto"})
+    settings = {"eaglejax plain": None} | (
+        {} if args.draft == "none" else {f"eaglejax {engine.speculation.describe()}": "auto"}
+    )
     speeds: dict[str, list[float]] = {"transformers": [], **{name: [] for name in settings}}
     taus: list[float] = []
-    for name, setting in settings.items():
+    for setting in settings.values():
         engine.generate(chats[0], asked, speculation=setting)  # compile
     transformers_speed(peer, chats[0], 8)
     for _ in range(args.rounds):
@@ -67,7 +71,9 @@ def main() -> None:
                 if setting:
                     taus.append(answer.stats.tau)
     base = statistics.median(speeds["transformers"])
-    print(f"SmolLM2-135M, float32, {os.cpu_count()} cores, {args.tokens} new tokens, {len(PROMPTS)} prompts x {args.rounds} rounds")
+    print(
+        f"SmolLM2-135M, float32, {os.cpu_count()} cores, {args.tokens} new tokens, {len(PROMPTS)} prompts x {args.rounds} rounds"
+    )
     for name, values in speeds.items():
         middle = statistics.median(values)
         print(f"{name:60s} {middle:6.1f} tok/s ({min(values):.1f}-{max(values):.1f})  {middle / base:.2f}x")

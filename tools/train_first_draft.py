@@ -4,8 +4,8 @@
     train     answers sampled from the target, draft trained on them, checkpoints written   (an accelerator, minutes)
     export    a checkpoint -> the shipped folder: int8 weights, config.json                 (a CPU, seconds)
 
-`train` works by the clock: it samples for --sample-seconds, trains for --train-seconds, and the learning rate follows the share of the time
-that is gone. It can go on from its own checkpoint and answers (--resume).
+`train` works by the clock: it samples for --sample-seconds, trains for --train-seconds, and the learning rate
+follows the share of the time that is gone. It can go on from its own checkpoint and answers (--resume).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from sample_answers import left_padded, sample
+from sample_answers import NEW_TOKENS, SIZES, Sampler, load_documents, save_documents, waves
 
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.checkpoint.target_loader import load_target
@@ -33,8 +33,6 @@ from eaglejax.training.export import write_draft
 from eaglejax.training.ttt import Text
 from eaglejax.training.weights import first_weights, trained_weights
 
-SIZES = (96, 256)  # prompts are padded to one of these lengths; longer ones are left out
-NEW_TOKENS = 256
 ROW = SIZES[-1] + NEW_TOKENS
 
 
@@ -69,77 +67,6 @@ def read_prompts(file: Path) -> dict[str, list[np.ndarray]]:
         prompts = np.split(stored[f"{name}.ids"].astype(np.int32), np.cumsum(lengths)[:-1])
         sets[name] = [p for p in prompts if len(p) <= SIZES[-1]]
     return sets
-
-
-class Sampler:
-    """Answers by the batch; every batch of one prompt size has one shape, so two programs serve all."""
-
-    def __init__(self, target, budget_places: int, seed: int):
-        self.target, self.places, self.seed, self.count = target, budget_places, seed, 0
-
-    def batch_size(self, size: int) -> int:
-        return max(1, self.places // (size + NEW_TOKENS) // 64) * 64 if self.places > 64 * ROW else 4
-
-    def answer(self, prompts: list[np.ndarray], size: int, temperatures: np.ndarray) -> list[Document]:
-        """Documents of up to one batch of prompts."""
-        room = self.batch_size(size)
-        rows, pads = left_padded([*prompts, *[prompts[0]] * (room - len(prompts))], size)
-        heat = np.zeros(room, np.float32)
-        heat[: len(prompts)] = temperatures
-        key = jax.random.key(self.seed + self.count, impl="rbg")
-        self.count += 1
-        answers, lengths = sample(
-            self.target,
-            jnp.asarray(rows),
-            jnp.asarray(pads),
-            jnp.asarray(heat),
-            key,
-            jnp.int32(NEW_TOKENS),
-            new_tokens=NEW_TOKENS,
-        )
-        answers, lengths, end = np.asarray(answers), np.asarray(lengths), self.target.config.eos_token_ids[0]
-        documents = []
-        for i, prompt in enumerate(prompts):
-            answer = answers[i, : lengths[i]]
-            documents.append(Document(np.concatenate([prompt, answer]), len(prompt), bool(answer[-1] == end)))
-        return documents
-
-
-def waves(
-    prompts: list[np.ndarray], sampler: Sampler, hot: float, rng
-) -> list[tuple[int, list[np.ndarray], np.ndarray]]:
-    """Batches of prompts in random order: first every prompt once, half of them greedy, then once more the other way round."""
-    order = rng.permutation(len(prompts))
-    cold = rng.random(len(prompts)) < 0.5
-    jobs = []
-    for turn in range(2):
-        here = []
-        for low, size in zip((0, *SIZES), SIZES, strict=False):
-            chosen = [i for i in order if low < len(prompts[i]) <= size]
-            room = sampler.batch_size(size)
-            for start in range(0, len(chosen), room):
-                part = chosen[start : start + room]
-                heat = np.where(cold[part] == (turn == 0), 0.0, hot).astype(np.float32)
-                here.append((size, [prompts[i] for i in part], heat))
-        jobs += [here[i] for i in rng.permutation(len(here))]
-    return jobs
-
-
-def save_documents(file: Path, documents: list[Document]) -> None:
-    """Answers in a compact file, for a later run."""
-    np.savez_compressed(
-        file,
-        tokens=np.concatenate([d.tokens for d in documents]).astype(np.uint16),
-        lengths=np.asarray([len(d.tokens) for d in documents], np.uint16),
-        answers=np.asarray([d.answer for d in documents], np.uint16),
-        ended=np.asarray([d.ended for d in documents]),
-    )
-
-
-def load_documents(file: Path) -> list[Document]:
-    stored = np.load(file)
-    parts = np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"].astype(np.int64))[:-1])
-    return [Document(t, int(a), bool(e)) for t, a, e in zip(parts, stored["answers"], stored["ended"], strict=True)]
 
 
 def first_tokens(document: Document, count: int) -> Document:
@@ -212,7 +139,7 @@ class Run:
         return documents
 
     def evaluation(self) -> dict[str, Text]:
-        """Greedy answers of the target to the held-out prompts and the evaluation sets, packed. All sets share the sampler's batches."""
+        """Greedy answers of the target to the held-out prompts and the evaluation sets, packed."""
         names = [name for name in self.prompts if name != "train"]
         everything = [(name, prompt) for name in names for prompt in self.prompts[name]]
         answers: dict[str, list[Document]] = {name: [] for name in names}
@@ -275,7 +202,8 @@ class Run:
     def train(self) -> None:
         args = self.args
         texts = self.evaluation()
-        self.log("evaluation sets: " + ", ".join(f"{k} {v.tokens.shape[0]} rows" for k, v in texts.items()))
+        rows = ", ".join(f"{name} {text.tokens.shape[0]} rows" for name, text in texts.items())
+        self.log(f"evaluation sets: {rows}")
         documents = self.sample()
         stored = self.work / "weights.npz"
         again = args.resume and stored.exists()
@@ -290,9 +218,7 @@ class Run:
         config = draft_config(self.target.config, len(target_ids), args.width)
         text = pack(documents, ROW)
         filled = float((np.asarray(text.segments) >= 0).mean())
-        self.log(
-            f"{len(documents)} documents in {text.tokens.shape[0]} rows of {ROW}, {filled:.1%} filled, {int(np.sum(text.loss))} loss places"
-        )
+        self.log(f"{len(documents)} documents in {text.tokens.shape[0]} rows of {ROW}, {filled:.1%} filled")
         head = trainer.target_head(self.target)
         frozen = trainer.Frozen(self.target.embedding.weight[...], head, jnp.asarray(target_ids))
         settings = trainer.TrainSettings(rate=args.rate, unroll=args.unroll, compute_dtype=args.dtype)
@@ -319,7 +245,9 @@ class Run:
         ).draft
 
     def initial(self, config, head, target_ids, text: Text) -> dict[str, np.ndarray]:
-        captured = np.asarray(trainer.target_features(self.target, text, boundaries(self.target.config)).captured.astype(jnp.float32))
+        captured = np.asarray(
+            trainer.target_features(self.target, text, boundaries(self.target.config)).captured.astype(jnp.float32)
+        )
         real = captured[np.asarray(text.segments) >= 0].reshape(-1, config.captures, config.target_hidden_size)
         scales = [float(s) for s in np.median(np.sqrt((real**2).mean(-1)), axis=0)]
         self.log(f"root mean square of the captures: {scales}")
@@ -362,7 +290,8 @@ class Run:
                 writer.writerow([*row, "", "", ""])
                 if step % 200 == 0:
                     self.log(
-                        f"step {step} epoch {epoch} loss {row[3]} norm {row[4]} acc {acc} kept {len(self.features)}/{len(batches)}"
+                        f"step {step} epoch {epoch} loss {row[3]} norm {row[4]} acc {acc} "
+                        f"kept {len(self.features)}/{len(batches)}"
                     )
             over = gone >= 1 or (args.max_steps and step >= args.max_steps)
             if over or time.time() - told > args.every:
@@ -403,7 +332,9 @@ class Run:
             "mean_length": float(answers.mean()),
             "ended": float(np.mean([d.ended for d in documents])),
             "covered": covered,
-            "coverage": {str(w): float(share[min(w, len(share)) - 1]) for w in (2048, 3072, 4096, 5248, 6144, 8192, 12288, 16384)},
+            "coverage": {
+                str(w): float(share[min(w, len(share)) - 1]) for w in (2048, 3072, 4096, 5248, 6144, 8192, 12288, 16384)
+            },
         }
         (self.out / "answers.json").write_text(json.dumps(facts, indent=1))
         self.log(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""`eaglejax generate`: answers to prompts, streamed for one, in order for many."""
+"""`eaglejax generate`: answers to prompts, as they come for one, in order for many."""
 
 from __future__ import annotations
 
@@ -30,29 +30,24 @@ def main(flags: FlagValues) -> int:
     from eaglejax.cli.session import Session
 
     session = Session(settings, report=bool(flags["report"].value))
-    if len(prompts) == 1:
-        _one(session, prompts[0], settings.sampling, as_json=as_json, stream=stream is not False and not as_json)
+    if len(prompts) == 1 and not as_json and stream is not False:
+        _streamed(session, prompts[0], settings.sampling)
     else:
-        _many(session, prompts, settings.sampling, as_json=as_json)
+        _whole(session, prompts, settings.sampling, as_json=as_json)
     return 0
 
 
-def _one(session: Session, prompt: Any, sampling: Sampling, *, as_json: bool, stream: bool) -> None:
-    from eaglejax.cli.answers import closing_line, to_json
+def _streamed(session: Session, prompt: Any, sampling: Sampling) -> None:
+    from eaglejax.cli.answers import closing_line
 
-    show = (lambda text: print(text, end="", flush=True)) if stream else (lambda text: None)
-    answer, times = session.stream(prompt, sampling, show)
-    spec = session.engine.speculation
-    if as_json:
-        print(to_json(answer, 0, spec, times), flush=True)
-        return
-    print("" if stream else answer.text, flush=True)
-    print(closing_line(answer, spec, times), file=sys.stderr)
+    answer, times = session.stream(prompt, sampling, lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    print(closing_line(answer, session.engine.speculation, times), file=sys.stderr)
 
 
-def _many(session: Session, prompts: list[Any], sampling: Sampling, *, as_json: bool) -> None:
+def _whole(session: Session, prompts: list[Any], sampling: Sampling, *, as_json: bool) -> None:
     """Answers in the order of the prompts, as soon as each group that runs together is done."""
-    from eaglejax.cli.answers import closing_line_of_many, to_json
+    from eaglejax.cli.answers import closing_line, closing_line_of_many, to_json
     from eaglejax.cli.progress import progress
 
     spec, together = session.engine.speculation, session.engine.slots
@@ -62,9 +57,12 @@ def _many(session: Session, prompts: list[Any], sampling: Sampling, *, as_json: 
         for first in range(0, len(prompts), together):
             made, times = session.generate(prompts[first : first + together], sampling)
             for index, answer in enumerate(made, first):
-                line = to_json(answer, index, spec, times) if as_json else f"[{index}] {answer.text}"
-                print(line, flush=True)
+                label = f"[{index}] " if len(prompts) > 1 else ""
+                print(to_json(answer, index, spec, times) if as_json else label + answer.text, flush=True)
             answers, calls = answers + made, [*calls, times]
             advance(len(made))
-    if not as_json:
-        print(closing_line_of_many(answers, spec, calls), file=sys.stderr)
+    if as_json:
+        return
+    alone = len(answers) == 1
+    line = closing_line(answers[0], spec, calls[0]) if alone else closing_line_of_many(answers, spec, calls)
+    print(line, file=sys.stderr)

@@ -22,5 +22,7 @@ def prefix_block(cached_rows: int) -> int | None:
 def describe() -> list[str]:
     """One line per kernel for the load report."""
     backend = jax.default_backend()
-    form = "jnp, cache read in blocks up to the longest slot" if backend == "cpu" else "XLA, whole cache masked by length"
+    form = (
+        "jnp, cache read in blocks up to the longest slot" if backend == "cpu" else "XLA, whole cache masked by length"
+    )
     return [f"tree attention: {form} ({backend})", f"experts: jnp, touched experts only ({backend})"]

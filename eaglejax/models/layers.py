@@ -93,9 +93,7 @@ class MLP(nnx.Module):
             dtype=dtype,
             use_bias=config.bias,
         )
-        self.down = Linear(
-            config.width, features, axes=("d", "f"), dtype=dtype, use_bias=config.bias
-        )
+        self.down = Linear(config.width, features, axes=("d", "f"), dtype=dtype, use_bias=config.bias)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:

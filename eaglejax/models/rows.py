@@ -46,9 +46,7 @@ def causal_step(lengths: Int[Array, " b"], rows: int) -> Step:
     return Step(positions, mask, positions, lengths)
 
 
-def empty_rows(
-    attention: GQAConfig | MLAConfig, batch: int, rows: int, dtype: DTypeLike
-) -> KVRows:
+def empty_rows(attention: GQAConfig | MLAConfig, batch: int, rows: int, dtype: DTypeLike) -> KVRows:
     """A cache of zeros for one layer."""
     if isinstance(attention, MLAConfig):
         width = attention.kv_lora_rank + attention.rope_dim

@@ -133,7 +133,7 @@ def _increments(
     Greedy slots: log_softmax(logits). Sampling slots, when coupled: log_softmax((logits / T + g) / c), with the noise g that the target
     will draw with at the child's position.
     """
-    logits = draft.logits(hidden) / jnp.float32(spec.score_temperature[level - 1])
+    logits = draft.logits(hidden) / jnp.float32(spec.temperature_of(level))
 
     def coupled(logits):
         hot = (request.temperature > 0)[:, None, None]

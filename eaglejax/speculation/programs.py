@@ -93,14 +93,14 @@ class Programs:
         tokens = np.zeros((batch, self.max_len), np.int32)
         tokens[:, : prompts.shape[1]] = prompts
         # separate buffers: the state is donated whole
-        zeros = lambda kind=np.int32: jnp.asarray(np.zeros(batch, kind))
+        zeros = lambda kind="int32": jnp.asarray(np.zeros(batch, kind))
         return replace(
             state,
             request=request,
             tokens=jnp.asarray(tokens),
             length=zeros(),
-            done=zeros(bool),
-            stopped=zeros(bool),
+            done=zeros("bool"),
+            stopped=zeros("bool"),
             pending_count=zeros(),
             cycles=zeros(),
             accepted=jnp.asarray(np.zeros((batch, self.max_len), np.int32)),
@@ -117,12 +117,19 @@ class Programs:
         """Hand the buffers of a finished wave back for the next one."""
         self._idle[state.length.shape[0]] = state
 
+    def state_shapes(self, batch: int) -> State:
+        """The state of `batch` slots as shapes, nothing allocated."""
+        return jax.eval_shape(self._fresh, self.arrays, jax.eval_shape(lambda: empty_request(batch)))
+
     def lower_decode(self, batch: int) -> jax.stages.Lowered:
         """The decode program for `batch` slots, lowered from shapes alone: for memory and HLO questions."""
-        request = jax.eval_shape(lambda: empty_request(batch))
-        state = jax.eval_shape(self._fresh, self.arrays, request)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._decode.lower(self.arrays, state, scalar, jax.ShapeDtypeStruct((batch,), jnp.bool_))
+        ended = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+        return self._decode.lower(self.arrays, self.state_shapes(batch), scalar, ended)
+
+    def lower_prefill(self, batch: int, rows: int) -> jax.stages.Lowered:
+        """The prefill program for `batch` slots and `rows` tokens at a time, likewise."""
+        return self._prefill.lower(self.arrays, self.state_shapes(batch), jax.ShapeDtypeStruct((), jnp.int32), rows)
 
 
 def empty_request(batch: int, stops: int = 0) -> Request:
@@ -152,6 +159,6 @@ def pad_rows(rows: Shaped[Array, "t *c"] | Shaped[np.ndarray, "t *c"], size: int
     return np.pad(rows, [(0, size - rows.shape[0])] + [(0, 0)] * (rows.ndim - 1))
 
 
-def token_row(token_ids: list[int] | Int[np.ndarray, " t"], size: int) -> Int[np.ndarray, "1 n"]:
+def token_row(token_ids: list[int], size: int) -> Int[Array, "1 n"]:
     """Token ids as one padded row."""
-    return pad_rows(np.asarray(token_ids, np.int32), size)[None]
+    return jnp.asarray(pad_rows(np.asarray(token_ids, np.int32), size)[None])

@@ -59,9 +59,7 @@ def gumbel(seed: UInt32[Array, "b 2"], positions: Int[Array, "b t"], vocab_size:
     return _gumbel_of(both[..., :vocab_size])
 
 
-def gumbel_at(
-    seed: UInt32[Array, "b 2"], positions: Int[Array, "b t"], ids: Int[Array, " w"]
-) -> Float[Array, "b t w"]:
+def gumbel_at(seed: UInt32[Array, "b 2"], positions: Int[Array, "b t"], ids: Int[Array, " w"]) -> Float[Array, "b t w"]:
     """The same noise for some ids only: g(seed, position, ids[j])."""
     block = (ids >> 1).astype(jnp.uint32)
     even, odd = threefry(_position_key(seed, positions), (block, jnp.zeros_like(block)))

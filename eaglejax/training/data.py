@@ -76,20 +76,20 @@ def pack(documents: Sequence[Document], row_length: int) -> Text:
         open_rows[(row_length if room is None else room) - need].append(row)
     shape = (len(rows), row_length)
     text = Text(
-        tokens=np.zeros(shape, np.int32),  # pyright: ignore[reportArgumentType]
-        positions=np.zeros(shape, np.int32),  # pyright: ignore[reportArgumentType]
-        segments=np.full(shape, PADDING, np.int32),  # pyright: ignore[reportArgumentType]
-        loss=np.zeros(shape, bool),  # pyright: ignore[reportArgumentType]
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segments=np.full(shape, PADDING, np.int32),
+        loss=np.zeros(shape, bool),
     )
     for row, members in enumerate(rows):
         start = 0
         for number, index in enumerate(members):
             document = documents[index]
             place = (row, slice(start, start + len(document.tokens)))
-            text.tokens[place] = document.tokens  # pyright: ignore[reportIndexIssue]
-            text.positions[place] = np.arange(len(document.tokens))  # pyright: ignore[reportIndexIssue]
-            text.segments[place] = number  # pyright: ignore[reportIndexIssue]
-            text.loss[place] = loss_places(document)  # pyright: ignore[reportIndexIssue]
+            text.tokens[place] = document.tokens
+            text.positions[place] = np.arange(len(document.tokens))
+            text.segments[place] = number
+            text.loss[place] = loss_places(document)
             start += len(document.tokens)
     if not np.any(text.loss):
         raise PromptError("no token carries loss: the documents hold no answers", where="training data")

@@ -17,7 +17,10 @@ from eaglejax.training.weights import checkpoint_names
 
 
 def int8_rows(weight: Float[np.ndarray, "o i"]) -> tuple[Int8[np.ndarray, "o i"], Float[np.ndarray, "o 1"]]:
-    """Symmetric int8 with one float32 factor per row: of a few factors below the row's largest value over 127, the one with least error."""
+    """Symmetric int8 with one float32 factor per row.
+
+    Of several factors up to the row's largest value over 127, the one with the least squared error is taken.
+    """
     top = np.maximum(np.abs(weight).max(axis=1, keepdims=True), 1e-12)
     best_error, best_factor = np.full(top.shape, np.inf), top / 127
     for share in np.linspace(0.7, 1.0, 16):

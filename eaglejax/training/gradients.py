@@ -1,4 +1,4 @@
-"""One training step's losses and gradients by checkpoint tensor names: for tests against other trainers, and for notebooks."""
+"""One training step's losses and gradients by checkpoint tensor names, for comparison with other trainers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def ttt_loss_and_grads(
         aux_hidden: captured target states joined low to high, n = captures x target width.
         target_last_hidden: after the target's last norm. target_head: the target's output matrix.
 
-    A step's loss is divided by all b * t places, its accuracy by the places whose loss mask is on. Raises ConfigError for a draft of
-    another attention than grouped-query, and for shapes that do not fit.
+    A step's loss is divided by all b * t places, its accuracy by the places whose loss mask is on.
+
+    Raises ConfigError for a draft of another attention than grouped-query, and for shapes that do not fit.
     """
     module = draft.draft
     config, dtype = module.config, module.dtype

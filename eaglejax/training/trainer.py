@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ from eaglejax.training.weights import rebuild
 class TrainSettings:
     """How a draft is trained.
 
-    unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient. warmup: share of the run
-    over which the rate rises. final: share of the peak rate at the end of the cosine.
+    unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient.
+    warmup: share of the run over which the rate rises. final: share of the peak rate at the end of the cosine.
     """
 
     unroll: int = 7
@@ -51,7 +52,7 @@ class TrainSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What the target gives for each place: captures joined low to high, and the last hidden state after the final norm."""
+    """What the target gives for each place: captures joined low to high, and the last state after the final norm."""
 
     captured: Float[Array, "b t n"]
     last: Float[Array, "b t d"]
@@ -73,7 +74,7 @@ class TrainState:
     """Master weights in float32 by parameter path, and the optimiser's moments."""
 
     weights: dict[str, Float[Array, "..."]]
-    moments: optax.OptState
+    moments: Any
     step: Int[Array, ""]
 
 
@@ -93,13 +94,17 @@ def target_head(target: Target) -> Float[Array, "v d"]:
     return target.embedding.weight[...] if target.head is None else target.head.weight[...]
 
 
-@nnx.jit(static_argnames="boundaries")
 def target_features(target: Target, text: Text, boundaries: tuple[int, ...]) -> TargetFeatures:
     """One pass of the target over packed rows; documents do not see each other."""
-    batch = text.tokens.shape[0]
-    step = Step(text.positions, causal_within(text.segments), text.positions, jnp.zeros((batch,), jnp.int32))
-    out = target(text.tokens, step, target.empty_caches(batch, 0), boundaries)
-    return TargetFeatures(jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden))
+    return TargetFeatures(*_target_features(target, text.tokens, text.positions, text.segments, boundaries))
+
+
+@nnx.jit(static_argnames="boundaries")
+def _target_features(target: Target, tokens, positions, segments, boundaries: tuple[int, ...]):
+    batch = tokens.shape[0]
+    step = Step(positions, causal_within(segments), positions, jnp.zeros((batch,), jnp.int32))
+    out = target(tokens, step, target.empty_caches(batch, 0), boundaries)
+    return jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden)
 
 
 def _optimiser(settings: TrainSettings) -> optax.GradientTransformation:
@@ -138,9 +143,10 @@ def train_step(
         return jnp.sum(decays * out.losses), out
 
     (loss, out), gradient = jax.value_and_grad(objective, has_aux=True)(state.weights)
-    updates, moments = _optimiser(settings).update(gradient, state.moments, state.weights)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its int32 step count
+        updates, moments = _optimiser(settings).update(gradient, state.moments, state.weights)
     weights = jax.tree.map(lambda w, u: w - rate * u, state.weights, updates)
-    figures = Figures(loss, out.losses, out.correct / jnp.maximum(out.places, 1), optax.global_norm(gradient))
+    figures = Figures(loss, out.losses, out.correct / jnp.maximum(out.places, 1), optax.tree.norm(gradient))
     return TrainState(weights, moments, state.step + 1), figures
 
 
@@ -154,7 +160,7 @@ def drafted_tokens(
     config: DraftConfig,
     settings: TrainSettings,
 ) -> Int[Array, "steps b t"]:
-    """The chain that the draft would propose at every place, target ids; right beyond the first wrong token is not meant."""
+    """The chain that the draft would propose at every place, target ids; of no meaning behind a wrong token."""
     dtype = jnp.dtype(settings.compute_dtype)
     teacher = teach(features.last, frozen.head, frozen.target_ids)
     draft = rebuild(config, weights, frozen.embedding, frozen.target_ids, dtype)
@@ -166,8 +172,9 @@ def chain_acceptance(
 ) -> tuple[Float[np.ndarray, " docs"], Int[np.ndarray, " docs"]]:
     """Tau of the chain of `steps` on each document's answer, were it decoded greedily, and the cycles it took.
 
-    Up to the first rejection the drafted tokens are the true ones, so teacher-forced rows give the very chain that drafting gives. A cycle is
-    counted only where the text goes on for the whole chain and the bonus token, so an end does not cut it.
+    Up to the first rejection the drafted tokens are the true ones, so teacher-forced rows give the very chain that
+    drafting gives. A cycle is counted only where the text goes on for the whole chain and the bonus token, so an end
+    does not cut it.
     """
     taus, cycles = [], []
     tokens, segments, loss = (np.asarray(x) for x in (text.tokens, text.segments, text.loss))

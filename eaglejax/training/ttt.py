@@ -1,20 +1,22 @@
-"""Training-time test (EAGLE-3, arXiv:2503.01840): the draft is unrolled over its own states, as it will run when it drafts.
+"""Training-time test (EAGLE-3, arXiv:2503.01840): the draft is unrolled over its own states, as it runs when it drafts.
 
     step 0 : row i reads token i + 1 beside fc(captures of position i) and foretells token i + 2
-    step j : row i reads token i + 1 + j beside its own state of step j - 1 and foretells token i + 2 + j, at RoPE position i + j
+    step j : row i reads token i + 1 + j beside its own state of step j - 1, foretells token i + 2 + j
 
-Tokens are the true ones, states the draft's own. Row i sees the step-0 keys of rows 0..i, and of the later steps only its own place: a chain of
-length j grown at every position at once. Each step is recomputed in the backward pass, so that no step's scores or logits are kept.
+Tokens are the true ones, states the draft's own; row i of step j stands at RoPE position i + j. Row i sees the
+step-0 keys of rows 0..i, and of the later steps only its own place: a chain of length j grown at every position at
+once. Each step is recomputed in the backward pass, so that no step's scores or logits are kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -33,14 +35,14 @@ VOCABULARY_CHUNK = 8192  # target logits held at a time while the best token is 
 class Text:
     """Token rows to train on, one or more documents per row.
 
-    segments: number of the document each place belongs to; rows see their own document only. positions: place within the document.
-    loss: places i whose teacher (the target's word on token i + 1) counts, see `ttt`.
+    segments: number of the document each place belongs to; places see their own document only.
+    positions: place within the document. loss: places i where the target's word after token i + 1 counts, see `ttt`.
     """
 
-    tokens: Int[Array, "b t"]
-    positions: Int[Array, "b t"]
-    segments: Int[Array, "b t"]
-    loss: Bool[Array, "b t"]
+    tokens: Int[Array, "b t"] | Int[np.ndarray, "b t"]
+    positions: Int[Array, "b t"] | Int[np.ndarray, "b t"]
+    segments: Int[Array, "b t"] | Int[np.ndarray, "b t"]
+    loss: Bool[Array, "b t"] | Bool[np.ndarray, "b t"]
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +50,8 @@ class Text:
 class Teacher:
     """What the target says at each place, over the draft's vocabulary.
 
-    probabilities: softmax over the draft vocabulary alone. best: draft id of the likeliest. known: whether the draft vocabulary holds the
-    likeliest token of the whole vocabulary.
+    probabilities: softmax over the draft vocabulary alone. best: draft id of the likeliest.
+    known: whether the draft vocabulary holds the likeliest token of the whole vocabulary.
     """
 
     probabilities: Float[Array, "b t w"]
@@ -60,7 +62,7 @@ class Teacher:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unrolled:
-    """Per step: the loss, the places whose first choice is the teacher's, the places with loss; and what row i would draft."""
+    """Per step: loss, places whose first choice is the teacher's, places with loss, and what each row drafts."""
 
     losses: Float[Array, " steps"]
     correct: Float[Array, " steps"]
@@ -68,17 +70,21 @@ class Unrolled:
     drafted: Int[Array, "steps b t"]  # target id of the first choice
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def wide_einsum(spec: str, a: Shaped[Array, "..."], b: Shaped[Array, "..."]) -> Float[Array, "..."]:
     """A product accumulated and returned in float32, whose gradients are products in the operands' own dtype.
 
     Left to autodiff, a bfloat16 product with a float32 result is differentiated in float32, off the matrix units.
     """
+    return cast(Array, _wide_product(spec, a, b))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_product(spec, a, b):
     return jnp.einsum(spec, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
 
 
 def _wide_forward(spec, a, b):
-    return wide_einsum(spec, a, b), (a, b)
+    return _wide_product(spec, a, b), (a, b)
 
 
 def _wide_backward(spec, operands, gradient):
@@ -87,7 +93,7 @@ def _wide_backward(spec, operands, gradient):
     return back(gradient.astype(a.dtype))
 
 
-wide_einsum.defvjp(_wide_forward, _wide_backward)
+_wide_product.defvjp(_wide_forward, _wide_backward)
 
 
 def teach(last_hidden: Float[Array, "b t d"], head: Float[Array, "v d"], target_ids: Int[Array, " w"]) -> Teacher:
@@ -130,9 +136,11 @@ class _Shifted(NamedTuple):
         return lax.slice_in_dim(self.padded, step, step + self.size, axis=1)
 
 
-def _shifted(x: Shaped[Array, "b t ..."], room: int, fill: float | int | bool = 0) -> _Shifted:
+def _shifted(
+    x: Shaped[Array, "b t ..."] | Shaped[np.ndarray, "b t ..."], room: int, fill: float | int | bool = 0
+) -> _Shifted:
     tail = jnp.full((x.shape[0], room, *x.shape[2:]), fill, x.dtype)
-    return _Shifted(jnp.concatenate([x, tail], axis=1), x.shape[1])
+    return _Shifted(jnp.concatenate([jnp.asarray(x), tail], axis=1), x.shape[1])
 
 
 def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teacher, steps: int) -> Unrolled:
@@ -143,8 +151,9 @@ def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teac
         teacher: the target's word at each place; nothing is shifted beforehand.
         steps: how many tokens are drafted at every place.
 
-    `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t. Place i counts at step j
-    where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the draft vocabulary, and both lie in one document.
+    `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t.
+    Place i counts at step j where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the
+    draft vocabulary, and both places lie in one document.
     """
     width = draft.config.draft_vocab_size
     after_end = jnp.any(draft.target_ids[...] == 0)  # beyond the end the teacher is uniform, its best token id 0
@@ -184,14 +193,14 @@ def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teac
     return Unrolled(*(jnp.stack(column) for column in zip(*figures, strict=True)))
 
 
-def causal_within(segments: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
+def causal_within(segments: Int[Array, "b t"] | Int[np.ndarray, "b t"]) -> Bool[Array, "b t t"]:
     """Each place sees the places of its own document up to itself."""
-    size = segments.shape[1]
+    size, segments = segments.shape[1], jnp.asarray(segments)
     return (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
 
 
 def _forward(draft: Draft, tokens, hidden, positions, memories, visible):
-    """One pass of the draft's layers (as `Draft.__call__`, with the attention of the unroll): the stream, and the own rows per layer."""
+    """The draft's layers as in `Draft.__call__`, with the unroll's attention: stream, and own rows per layer."""
     first = draft.first
     embedded = draft.embedding(tokens).astype(draft.dtype)
     if first.input_norm is not None:
@@ -236,13 +245,18 @@ def _attend(attention, x, positions, memory: list[KVRows], visible):
     top = lax.stop_gradient(top)
     weights = jnp.exp(scores - top[..., None])
     total = weights.sum(-1)
-    mixed = wide_einsum("bkgts,bskc->bkgtc", weights.astype(values.dtype), first.values)
+    mixed = wide_einsum("bkgts,bskc->bkgtc", weights.astype(values.dtype), _values(first))
     for place, rows in zip(places, later, strict=True):
         weight = jnp.exp(place - top)
         total = total + weight
-        mixed = mixed + weight[..., None] * rows.values.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+        mixed = mixed + weight[..., None] * _values(rows).astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
     mixed = (mixed / total[..., None]).astype(x.dtype).transpose(0, 3, 1, 2, 4)
     return attention.out(mixed.reshape(batch, size, -1)), own
+
+
+def _values(rows: KVRows) -> Array:
+    assert rows.values is not None, "latent attention is refused before"
+    return rows.values
 
 
 def _wide(*arrays):

@@ -1,4 +1,4 @@
-"""The trained weights of a draft: taken out of the module as a flat dictionary, put back in any dtype, named as in checkpoints."""
+"""The trained weights of a draft: as a flat dictionary, as a module again, and by their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained_weights(draft: Draft) -> dict[str, Shaped[Array, "..."]]:
 
 def rebuild(
     config: DraftConfig,
-    weights: Mapping[str, Shaped[Array, "..."]],
+    weights: Mapping[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]],
     embedding: Float[Array, "v d"],
     target_ids: Int[Array, " w"],
     dtype: DTypeLike,
@@ -42,9 +42,9 @@ def rebuild(
 
 
 def checkpoint_names(
-    config: DraftConfig, weights: Mapping[str, Shaped[Array, "..."]]
+    config: DraftConfig, weights: Mapping[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 ) -> dict[str, Float[np.ndarray, "..."]]:
-    """The same arrays by the tensor names of SafeAILab's and SpecForge's checkpoints (`midlayer` is layer 0), float32."""
+    """The same arrays, float32, by the tensor names of SafeAILab and SpecForge (`midlayer` is layer 0)."""
     plan = sources(config)
     named: dict[str, np.ndarray] = {}
     for path, value in weights.items():
@@ -62,9 +62,9 @@ def first_weights(
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """First weights of a draft whose width is its target's.
 
-    The head starts as the target's rows of the draft vocabulary and the final norm as the target's; fc passes the last capture on, brought to
-    size 1, with a little of the others; projections that write to the stream start small. So the untrained draft already speaks the target's
-    language, which saves the first tenth of a short run.
+    The head starts as the target's rows of the draft vocabulary and the final norm as the target's; fc passes the
+    last capture on, brought to size 1, with a little of the others; projections that write to the stream start
+    small. So the first states already lie in the space that the head reads.
 
     Arguments:
         scales: typical root mean square of each capture.

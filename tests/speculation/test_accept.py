@@ -7,13 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eaglejax.models.rows import KVRows
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.loop import append
 from eaglejax.speculation.programs import empty_request
 from eaglejax.speculation.state import State
 from eaglejax.speculation.tree import Tree, ancestors
 from eaglejax.speculation.verify import accept
-from eaglejax.models.rows import KVRows
 
 
 def random_tree(rng, nodes, levels, vocab):

@@ -33,7 +33,9 @@ def test_noise_depends_on_seed_position_and_id_alone():
     assert np.array_equal(g[0], g[1])  # another slot, the same noise
     assert np.mean(g[0] == g[2]) < 0.05 and np.mean(g[0] == g[3]) < 0.05 and np.mean(g[0, 0] == g[0, 1]) < 0.05
     wider = np.asarray(gumbel(seed[:1], at[:1, 1:], 4096))
-    np.testing.assert_allclose(wider[0, 0, :101], g[0, 1], rtol=0, atol=1e-6)  # padding of the vocabulary changes nothing
+    np.testing.assert_allclose(
+        wider[0, 0, :101], g[0, 1], rtol=0, atol=1e-6
+    )  # padding of the vocabulary changes nothing
     ids = jnp.asarray([100, 3, 64, 0, 7], jnp.int32)
     np.testing.assert_allclose(np.asarray(gumbel_at(seed, at, ids)), g[..., np.asarray(ids)], rtol=0, atol=1e-6)
 
@@ -96,14 +98,21 @@ def test_greedy_rows_ignore_noise_and_ties_go_to_the_lower_id():
     assert (np.asarray(draw(logits, at, request(2))) == 7).all()
 
 
-@pytest.mark.parametrize("temperature,top_k,top_p,min_p", [(1, 0, 1, 0), (0.7, 0, 1, 0), (1.3, 6, 0.9, 0), (1, 0, 0.8, 0.1)])
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p,min_p", [(1, 0, 1, 0), (0.7, 0, 1, 0), (1.3, 6, 0.9, 0), (1, 0, 0.8, 0.1)]
+)
 def test_draws_follow_the_filtered_distribution(temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(3).normal(0, 0.8, 12).astype(np.float32)
     rows, slots = 500, 40
     at = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (slots, rows))
     seeds = np.stack([np.arange(slots), np.full(slots, 17)], -1)
-    columns = {name: [value] * slots for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))}
-    drawn = np.asarray(draw(jnp.broadcast_to(jnp.asarray(logits), (slots, rows, 12)), at, request(slots, seed=seeds, **columns)))
+    columns = {
+        name: [value] * slots
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
+    }
+    drawn = np.asarray(
+        draw(jnp.broadcast_to(jnp.asarray(logits), (slots, rows, 12)), at, request(slots, seed=seeds, **columns))
+    )
     scaled = logits.astype(np.float64) / temperature
     p = np.where(kept_by_sorting(scaled, top_k, top_p, min_p), np.exp(scaled - scaled.max()), 0)
     p /= p.sum()

@@ -127,4 +127,10 @@ def test_rerank_stays_closed_under_ancestors(fault):
 
 def test_ancestors_of_a_long_chain():
     mask = np.asarray(ancestors(jnp.asarray([[-1, 0, 1, 2, 0]], jnp.int32), 3))[0]
-    assert mask.astype(int).tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 1]]
+    assert mask.astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 0, 0, 0, 1],
+    ]
