@@ -17,7 +17,7 @@ Label = Callable[[str, str], str]
 
 # section -> the keys it takes
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("model", "draft", "capture"),
+    "model": ("model", "draft", "capture", "draft_config"),
     "speculation": ("mode", *(f.name for f in fields(Speculation))),
     "sampling": tuple(f.name for f in fields(Sampling)),
     "engine": ("dtype", "max_len", "slots"),
@@ -32,17 +32,18 @@ BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3"}
 class RunConfig:
     """Everything a run is made of but its prompts.
 
-    A file has the sections [model] (model, draft, capture), [speculation] (mode = "auto" or "none", or the fields of
+    A file has the sections [model] (model, draft, capture, draft_config), [speculation] (mode = "auto" or "none", or the fields of
     `Speculation`), [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). Each may be left out.
 
     Arguments:
-        model, draft, capture, speculation, dtype, max_len, slots: as in `EagleJaxEngine.from_pretrained`.
+        model, draft, capture, draft_config, speculation, dtype, max_len, slots: as in `EagleJaxEngine.from_pretrained`.
         sampling: of every request.
     """
 
     model: str = "smollm2"
     draft: str | None = None
     capture: str | tuple[int, ...] = "auto"
+    draft_config: Mapping[str, Any] | None = None
     speculation: Speculation | Literal["auto"] | None = "auto"
     sampling: Sampling = field(default_factory=Sampling)
     dtype: str = "float32"
@@ -83,6 +84,7 @@ class RunConfig:
             model=name,
             draft=draft,
             capture=_capture(model.get("capture", cls.capture), label),
+            draft_config=model.get("draft_config"),
             speculation=speculation,
             sampling=_build(Sampling, "sampling", tables.get("sampling", {}), label),
             dtype=_dtype(engine.get("dtype", cls.dtype), label),
@@ -128,12 +130,16 @@ def _unknown(what: str, where: object, name: str, known: Any) -> ConfigError:
 
 
 def _check_kind(section: str, key: str, value: Any, label: Label) -> None:
-    kind = bool if (section, key) in _SWITCHES else str if (section, key) in _TEXTS else None
-    if kind is not None and (not isinstance(value, kind) or value == ""):
-        expected = "true or false" if kind is bool else "non-empty text"
+    if key == "draft_config":
+        right, expected = isinstance(value, dict), "keys of the draft's config.json with their values"
+    elif (section, key) in _SWITCHES:
+        right, expected = isinstance(value, bool), "true or false"
+    elif (section, key) in _TEXTS:
+        right, expected = isinstance(value, str) and value != "", "non-empty text"
+    else:
+        right, expected = not isinstance(value, dict), "a value, not a table"
+    if not right:
         raise ConfigError("wrong kind of value", where=label(section, key), found=repr(value), expected=expected)
-    if isinstance(value, dict):
-        raise ConfigError("wrong kind of value", where=label(section, key), found="a table", expected="a value")
 
 
 def _build(kind: type, section: str, table: dict[str, Any], label: Label) -> Any:

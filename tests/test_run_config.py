@@ -33,6 +33,7 @@ def test_every_key_reaches_its_place(tmp_path):
             model = "target"
             draft = "head"
             capture = [3, 31, 59]
+            draft_config = { rope_theta = 10000.0 }
             [speculation]
             num_steps = 5
             topk = 4
@@ -62,6 +63,7 @@ def test_every_key_reaches_its_place(tmp_path):
         "model": "target",
         "draft": "head",
         "capture": (3, 31, 59),
+        "draft_config": {"rope_theta": 10000.0},
         "speculation": tree,
         "dtype": "bfloat16",
         "max_len": 64,
@@ -103,6 +105,8 @@ def test_which_draft_is_meant(tmp_path, text, draft, speculation):
         ('[speculation]\nmode = "auto"\ntopk = 2', ["[speculation] mode", "topk"]),
         ('[model]\nmodel = ""', ["[model] model", "non-empty text"]),
         ("[model]\ndraft = 3", ["[model] draft", "found 3"]),
+        ("[model]\ndraft_config = 3", ["[model] draft_config", "found 3"]),
+        ("[engine]\nslots = {a = 1}", ["[engine] slots", "not a table"]),
         ("[model]\ncapture = 3", ["[model] capture", "found 3", "3,31,59"]),
         ('[model]\nmodel = "x"\n[speculation]\ntopk = 2', ["[speculation] topk", "needs a draft"]),
         ('[engine]\ndtype = "int8"', ["[engine] dtype", "int8", "float32 or bfloat16"]),

@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "capture",
             "how the draft's config numbers layers: auto, input, output, or boundaries such as 3,31,59",
         ),
+        Flag("draft_config", 'keys of the draft\'s config.json to replace, as JSON: {"rope_theta": 10000.0}'),
         Flag("dtype", "float32 (default) or bfloat16"),
         Flag("max_len", "tokens of prompt and answer together; default 2048"),
         Flag("slots", "requests decoded together; default 4"),

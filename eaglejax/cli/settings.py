@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from absl.flags import FlagValues
@@ -12,7 +13,7 @@ from eaglejax.run_config import RunConfig, Tables, read_tables
 
 # flag -> section and key of the TOML file; flags are called like the keys, but for one
 _KEYS: dict[str, tuple[str, str]] = {
-    **{name: ("model", name) for name in ("model", "draft", "capture")},
+    **{name: ("model", name) for name in ("model", "draft", "capture", "draft_config")},
     **{name: ("engine", name) for name in ("dtype", "max_len", "slots")},
     "speculation": ("speculation", "mode"),
     **{name: ("speculation", name) for name in ("num_steps", "topk", "num_draft_tokens")},
@@ -54,6 +55,13 @@ def _value(flags: FlagValues, name: str) -> Any:
     value = given(flags, name)
     if name == "stop_token_ids" and value is not None:
         return token_ids(name, value)
+    if name == "draft_config" and value is not None:
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            raise UsageError(
+                f'--{name}: not JSON; found {value!r}; expected such as {{"rope_theta": 10000.0}}'
+            ) from None
     return value
 
 

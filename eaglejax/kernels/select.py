@@ -22,7 +22,9 @@ def prefix_block(cached_rows: int) -> int | None:
 def describe() -> list[str]:
     """One line per kernel for the load report."""
     backend = jax.default_backend()
-    form = (
-        "jnp, cache read in blocks up to the longest slot" if backend == "cpu" else "XLA, whole cache masked by length"
-    )
-    return [f"tree attention: {form} ({backend})", f"experts: jnp, touched experts only ({backend})"]
+    if backend == "cpu":
+        attention, experts = "jnp, cache read in blocks up to the longest slot", "jnp, loop over the experts that are touched"
+    else:
+        attention = "XLA, whole cache masked by length"
+        experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
+    return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]

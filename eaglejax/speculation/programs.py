@@ -102,6 +102,8 @@ class Programs:
             done=zeros("bool"),
             stopped=zeros("bool"),
             pending_count=zeros(),
+            # masked rows still meet the others in a product with 0, which a NaN of an earlier wave would survive
+            pending_features=jnp.asarray(np.zeros(state.pending_features.shape, state.pending_features.dtype)),
             cycles=zeros(),
             accepted=jnp.asarray(np.zeros((batch, self.max_len), np.int32)),
         )

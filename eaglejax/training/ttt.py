@@ -206,7 +206,7 @@ def _forward(draft: Draft, tokens, hidden, positions, memories, visible):
     if first.input_norm is not None:
         embedded = first.input_norm(embedded)
     hidden = hidden.astype(draft.dtype)
-    normed = first.hidden_norm(hidden)
+    normed = hidden if first.hidden_norm is None else first.hidden_norm(hidden)
     stream = normed if first.norm_before_residual else hidden
     mixed, own = _attend(first.attention, jnp.concatenate([embedded, normed], -1), positions, memories[0], visible)
     stream = stream + mixed

@@ -47,6 +47,8 @@ def flags(*words: str):
         (["generate", "--prompt=x", "--draft=none", "--num_steps=2"], "--num_steps: a tree needs a draft"),
         (["generate", "--prompt=x", "--model=elsewhere", "--topk=2"], "--topk: a tree needs a draft"),
         (["generate", "--prompt=x", "--capture=3,b"], "--capture: not a reading of captured layers; found '3,b'"),
+        (["generate", "--prompt=x", "--draft_config={a"], "--draft_config: not JSON; found '{a'"),
+        (["generate", "--prompt=x", "--draft_config=3"], "--draft_config: wrong kind of value; found 3"),
         (["generate", "--prompt=x", "--dtype=int8"], "--dtype: not a compute dtype; found int8"),
         (["generate", "--prompt=x", "--max_len=0"], "--max_len: out of range; found 0"),
         (["generate", "--prompt=x", "--system=y"], "--system needs a conversation"),
@@ -121,6 +123,11 @@ def test_numbers_come_as_text_and_none_is_unset():
     assert settings.speculation == Speculation(num_steps=3, topk=2)
     assert settings.sampling == Sampling(top_k=5, stop_token_ids=[1, 2])
     assert settings.draft == "smollm2-eagle3"
+
+
+def test_keys_of_the_draft_s_config_come_as_json():
+    settings = read_settings(flags('--draft_config={"rope_theta": 1e4, "norm_output": false}'))
+    assert settings.draft_config == {"rope_theta": 10000.0, "norm_output": False}
 
 
 def test_defaults_speculate_with_the_built_in_draft_only():

@@ -31,7 +31,7 @@ CAPTURE = (1, 2, 3)
 CHAIN = Speculation(3, 1)
 FIVE = Speculation(5, 1)
 SEVEN = Speculation(7, 1)
-TREE = Speculation(3, 4, 12)
+TREE = Speculation(3, 4, 24)
 MAX_LEN = 128
 
 
@@ -259,13 +259,7 @@ def rounds(programs: Programs, asked: list[list[int]], count: int, spoil: bool =
     state = programs.start(request, padded)
     if spoil:
         nan = lambda caches: jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), caches)
-        pending = jnp.full_like(state.pending_features, jnp.nan)
-        state = replace(
-            state,
-            target_cache=nan(state.target_cache),
-            draft_cache=nan(state.draft_cache),
-            pending_features=pending,
-        )
+        state = replace(state, target_cache=nan(state.target_cache), draft_cache=nan(state.draft_cache))
     state = prefilled(programs, state, padded.shape[1])
     yield snapshot(state)
     for _ in range(count):

@@ -216,7 +216,7 @@ def test_trial_10_flags_that_change_the_network(ring, tmp_path):
 def test_trial_10_four_captures_and_an_unknown_norm(ring, tmp_path, monkeypatch):
     """(a, b, f) Four captures, boundary L too, are accepted in full; an unknown flag with weights is refused."""
     four = (0, 1, 2, 3)
-    settings = {"eagle_aux_hidden_state_layer_ids": list(four), "num_aux_hidden_states": 4}
+    settings = {"eagle_aux_hidden_state_layer_ids": list(four)}
     assert designed(with_draft(ring, write(tmp_path / "four", kit_m.draft_tensors(P, four), **settings)))
     fancy = {"fancy_norm.weight": np.ones(128, np.float32)}
     folder = write(tmp_path / "fancy", TENSORS | fancy, fancy_norm=True)
