@@ -200,6 +200,7 @@ def compare(
                 row.tokens += len(reference[index].token_ids) if found is None else found.index + 1
                 row.divergences += [found] if found else []
             rows.append(row)
+        print(table(rows[-len(SAMPLINGS) :]), file=sys.stderr, flush=True)
     return rows
 
 

@@ -19,11 +19,11 @@ def change(file: Path, edit) -> None:
 
 
 FAULTS = {
-    "a last KB cut": ("model.safetensors", lambda b: b[:-1024], r"expected \d+.*found \d+|found \d+.*expected \d+"),
-    "b first 200 bytes": ("model.safetensors", lambda b: b[:200], "found 200"),
+    "a last KB cut": ("model.safetensors", lambda b: b[:-1024], r"incomplete: \d+ bytes expected, \d+ found"),
+    "b first 200 bytes": ("model.safetensors", lambda b: b[:200], "incomplete: .* 200 found"),
     "c LFS pointer": ("model.safetensors", lambda _: POINTER.encode(), "(?i)lfs"),
     "d empty": ("model.safetensors", lambda _: b"", "found 0|empty"),
-    "e 16 bytes more": ("model.safetensors", lambda b: b + bytes(16), r"found \d+"),
+    "e 16 bytes more": ("model.safetensors", lambda b: b + bytes(16), "16 extra bytes at the end"),
     "f header of 2^40": ("model.safetensors", lambda b: struct.pack("<Q", 2**40) + b[8:], "1099511627776|header"),
     "g half a config": ("config.json", lambda b: b[: len(b) // 2], "JSON|json"),
 }
