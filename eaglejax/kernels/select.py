@@ -23,7 +23,10 @@ def describe() -> list[str]:
     """One line per kernel for the load report."""
     backend = jax.default_backend()
     if backend == "cpu":
-        attention, experts = "jnp, cache read in blocks up to the longest slot", "jnp, loop over the experts that are touched"
+        attention, experts = (
+            "jnp, cache read in blocks up to the longest slot",
+            "jnp, loop over the experts that are touched",
+        )
     else:
         attention = "XLA, whole cache masked by length"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"

@@ -81,6 +81,18 @@ def compiled(name: str, kind: str, max_len: int):
     return lowered.as_text(), lowered.compile()
 
 
+def hlo(program: jax.stages.Compiled) -> str:
+    text = program.as_text()
+    assert text
+    return text
+
+
+def memory(program: jax.stages.Compiled):
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis
+
+
 @functools.cache
 def cache_leaves(name: str, max_len: int, dtype: str = "float32") -> list[jax.ShapeDtypeStruct]:
     with shapes_alone():
@@ -114,7 +126,7 @@ both = pytest.mark.parametrize("kind", ["decode", "prefill"])
 @each
 def test_no_whole_cache_is_copied(name, kind):
     _, program = compiled(name, kind, MAX_LEN)
-    text = program.as_text()
+    text = hlo(program)
     assert " copy(" in text  # small ones there are: the pattern is the one this backend prints
     assert whole_cache_copies(text, cache_leaves(name, MAX_LEN)) == []
 
@@ -122,7 +134,7 @@ def test_no_whole_cache_is_copied(name, kind):
 @both
 @each
 def test_temporaries_do_not_grow_with_the_cache(name, kind):
-    small, large = (compiled(name, kind, n)[1].memory_analysis().temp_size_in_bytes for n in (MAX_LEN, 2 * MAX_LEN))
+    small, large = (memory(compiled(name, kind, n)[1]).temp_size_in_bytes for n in (MAX_LEN, 2 * MAX_LEN))
     added = size(cache_leaves(name, 2 * MAX_LEN)) - size(cache_leaves(name, MAX_LEN))
     assert large - small < 0.05 * added, (small, large, added)
 
@@ -131,7 +143,7 @@ def test_temporaries_do_not_grow_with_the_cache(name, kind):
 @each
 def test_the_caches_go_in_and_come_out_in_the_same_memory(name, kind):
     _, program = compiled(name, kind, MAX_LEN)
-    assert program.memory_analysis().alias_size_in_bytes >= size(cache_leaves(name, MAX_LEN))
+    assert memory(program).alias_size_in_bytes >= size(cache_leaves(name, MAX_LEN))
 
 
 @pytest.mark.filterwarnings("error")
@@ -148,9 +160,10 @@ def test_every_donated_buffer_is_used(name, kind):
 @each
 def test_float32_is_highest_precision_everywhere(name, kind):
     lowered, program = compiled(name, kind, MAX_LEN)
+    assert lowered
     dots = [line for line in lowered.splitlines() if re.search(r"stablehlo\.(dot|ragged_dot|convolution)", line)]
     assert dots and [line for line in dots if "precision = [HIGHEST, HIGHEST]" not in line] == []
-    text = program.as_text()
+    text = hlo(program)
     dots = [line for line in text.splitlines() if re.search(r" (dot|convolution|ragged-dot)\(", line)]
     assert dots and [line for line in dots if "operand_precision={highest,highest}" not in line] == []
     # nothing computes in fewer bits on the way
@@ -176,5 +189,5 @@ def test_without_the_order_caches_are_copied(monkeypatch):
     monkeypatch.setattr(caches, "_true_after", lambda read: jnp.ones((read.shape[0],), bool))
     name = "llama, plain"
     program = lower(programs(name, MAX_LEN), "decode").compile()
-    found = whole_cache_copies(program.as_text(), cache_leaves(name, MAX_LEN))
+    found = whole_cache_copies(hlo(program), cache_leaves(name, MAX_LEN))
     assert len(found) >= 4, "XLA no longer copies caches whose write is not ordered: `_true_after` may go"
