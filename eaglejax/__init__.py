@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from eaglejax.engine import EagleJaxEngine
     from eaglejax.generation import Generation
 
+__version__ = "0.1.0"
+
 __all__ = ["EagleJaxEngine", "Generation", "Sampling", "Speculation", "load_draft"]
 
 _HOMES = {
@@ -19,6 +21,10 @@ _HOMES = {
     "Speculation": "eaglejax.config",
     "load_draft": "eaglejax.drafting",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,13 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from eaglejax.errors import ConfigError
 
 MAX_STEPS, MAX_NODES = 32, 256
+INT32 = 2**31 - 1
 
 if TYPE_CHECKING:
     Whole: TypeAlias = int
     Real: TypeAlias = float
+    Flag: TypeAlias = bool
+    Strings: TypeAlias = Sequence[str]
+    Ids: TypeAlias = Sequence[int]
 else:
     # checked at construction in words of their own; numbers may come as text, from command lines
-    Whole = Real = Any
+    Whole = Real = Flag = Strings = Ids = Any
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -27,11 +30,34 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
         except ValueError:
             value = value or "''"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError("not a whole number", where=name, found=repr(value))
+        raise ConfigError(
+            "not a whole number", where=name, found=repr(value), expected=f"a whole number of at least {low}"
+        )
     value = int(value.__index__())
     if value < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"{low} to {high}"
         raise ConfigError("out of range", where=name, found=value, expected=span)
+    return value
+
+
+def real_number(name: str, value: Any, low: Real, high: Real, *, above: bool = False) -> float:
+    """`value` as a float in [low, high], or in (low, high] with `above`; numbers written as text are taken."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError("not a number", where=name, found=repr(value)[:80], expected=f"{low:g} to {high:g}") from None
+    if not low <= number <= high or (above and number == low):
+        span = f"above {low:g}, up to {high:g}" if above else f"{low:g} to {high:g}"
+        raise ConfigError("out of range", where=name, found=value, expected=span)
+    return number
+
+
+def yes_or_no(name: str, value: Any) -> bool:
+    """`value` where it is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError("not true or false", where=name, found=repr(value), expected="True or False")
     return value
 
 
@@ -53,8 +79,8 @@ class Speculation:
     num_steps: Whole = 3
     topk: Whole = 1
     num_draft_tokens: Whole | None = None
-    score_temperature: Real | tuple[float, ...] = 1.0
-    coupled: bool = True
+    score_temperature: Real | Sequence[float] = 1.0
+    coupled: Flag = True
     coupling: Real = 1.0
 
     def __post_init__(self):
@@ -93,17 +119,18 @@ class Speculation:
                 expected=f"at most {pool + 1} for num_steps {steps}, topk {topk}",
             )
         scale = self.score_temperature
-        scales = tuple(scale) if isinstance(scale, Sequence) else (scale,) * max(steps, 1)
-        if len(scales) != max(steps, 1) or not all(math.isfinite(x) and x > 0 for x in scales):
+        many = isinstance(scale, Sequence) and not isinstance(scale, str)
+        scales = tuple(scale) if many else (scale,) * max(steps, 1)  # pyright: ignore[reportArgumentType]
+        if len(scales) != max(steps, 1):
             raise ConfigError(
                 "one positive number, or one per level",
                 where="score_temperature",
                 found=scale,
                 expected=f"{steps} numbers > 0",
             )
-        put("score_temperature", tuple(float(x) for x in scales))
-        if not (math.isfinite(self.coupling) and self.coupling > 0):
-            raise ConfigError("a positive number", where="coupling", found=self.coupling)
+        put("score_temperature", tuple(real_number("score_temperature", x, 0, 1e4, above=True) for x in scales))
+        put("coupling", real_number("coupling", self.coupling, 0, 1e4, above=True))
+        put("coupled", yes_or_no("coupled", self.coupled))
 
     @property
     def pool_size(self) -> int:
@@ -139,7 +166,8 @@ class Sampling:
         temperature: 0 is argmax.
         top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
         seed: None draws a fresh seed per request (returned in stats.seed); a given seed holds for each prompt by itself.
-        stop: strings that end the text before the match. stop_token_ids: ids that end it, kept in token_ids.
+        stop: strings that end the text before the match; None or empty for none.
+        stop_token_ids: ids that end it; the id is kept in token_ids and, like EOS, adds nothing to the text.
         ignore_eos: run on past EOS; stop_token_ids still stop.
     """
 
@@ -149,28 +177,30 @@ class Sampling:
     top_p: Real = 1.0
     min_p: Real = 0.0
     seed: Whole | None = None
-    stop: Sequence[str] = field(default_factory=list)
-    stop_token_ids: Sequence[int] = field(default_factory=list)
-    ignore_eos: bool = False
+    stop: Strings = field(default_factory=list)
+    stop_token_ids: Ids = field(default_factory=list)
+    ignore_eos: Flag = False
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
-        put("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, 0))
-        put("top_k", whole_number("top_k", self.top_k, 0))
-        for name, low, high in (("temperature", 0.0, 1e4), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                raise ConfigError("not a number", where=name, found=repr(value)) from None
-            if not low <= number <= high or (name == "top_p" and number == 0):
-                raise ConfigError("out of range", where=name, found=value, expected=f"{low:g} to {high:g}")
-            put(name, number)
+        put("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, 0, INT32))
+        put("top_k", whole_number("top_k", self.top_k, 0, INT32))
+        put("temperature", real_number("temperature", self.temperature, 0, 1e4))
+        put("top_p", real_number("top_p", self.top_p, 0, 1, above=True))
+        put("min_p", real_number("min_p", self.min_p, 0, 1))
+        put("ignore_eos", yes_or_no("ignore_eos", self.ignore_eos))
         if self.seed is not None:
             put("seed", whole_number("seed", self.seed, 0, 2**63 - 1))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None:
+                put(name, ())
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or (isinstance(value, str | bytes) and name != "stop"):
+                raise ConfigError("not a list", where=name, found=repr(value), expected="a list, empty for none")
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if not all(isinstance(s, str) and s for s in stop):
             raise ConfigError("stop strings are non-empty text", where="stop", found=self.stop)
         put("stop", tuple(stop))
-        ids = [whole_number("stop_token_ids", i, 0) for i in self.stop_token_ids]
+        ids = [whole_number("stop_token_ids", i, 0, INT32) for i in self.stop_token_ids]
         put("stop_token_ids", tuple(ids))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from eaglejax import teacher
-from eaglejax.config import Sampling, Speculation
+from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
@@ -26,6 +26,8 @@ from eaglejax.wave import Job, Wave
 PLAIN = Speculation(num_steps=0)
 # until a tree is chosen from measured costs, "auto" is this chain
 AUTO = Speculation(num_steps=3, topk=1, num_draft_tokens=4)
+# tokens, and difference in accuracy, that decide between two readings of a draft's capture ids
+PROBE_LEAST, PROBE_MARGIN = 100, 0.01
 Setting = Speculation | Literal["auto"] | None
 
 
@@ -172,6 +174,7 @@ class EagleJaxEngine:
         jobs = self._jobs(prompt, sampling)
         if len(jobs) != 1:
             raise PromptError("stream takes one prompt", where="prompt", found=f"{len(jobs)} prompts", expected="one")
+        whole_number("cycles", cycles, 1)
         programs = self._programs_for(self._setting(speculation))
         wave = Wave(programs, jobs, self._pair.tokenizer, self.slots)
         return (chunk for _, chunk in wave.chunks(cycles))
@@ -204,6 +207,8 @@ class EagleJaxEngine:
         """The tree the draft grows below the last token, at temperature 0."""
         draft, boundaries = self._need_draft()
         spec = self._setting(speculation)
+        if not spec.num_steps:  # an engine set to plain decoding still shows trees
+            spec = AUTO
         check_tree(spec, draft.config.draft_vocab_size)
         return view(teacher.propose(self._pair.target, draft, boundaries, self._ids(token_ids, 2), spec))
 
@@ -252,15 +257,14 @@ class EagleJaxEngine:
 
     def _jobs(self, prompts: Any, sampling: Sampling | Sequence[Sampling] | None) -> list[Job]:
         ids = self.encode(prompts)
-        samplings = (
-            [sampling or Sampling()] * len(ids)
-            if sampling is None or isinstance(sampling, Sampling)
-            else list(sampling)
-        )
-        if len(samplings) != len(ids) or not all(isinstance(s, Sampling) for s in samplings):
+        given = Sampling() if sampling is None else sampling
+        samplings = [given] * len(ids) if isinstance(given, Sampling) else given
+        if not isinstance(samplings, list | tuple) or not all(isinstance(s, Sampling) for s in samplings):
             raise ConfigError(
-                "one Sampling, or one per prompt", where="sampling", found=len(samplings), expected=len(ids)
+                "not a Sampling", where="sampling", found=repr(sampling)[:80], expected="one, or a list of them"
             )
+        if len(samplings) != len(ids):
+            raise ConfigError("one Sampling per prompt", where="sampling", found=len(samplings), expected=len(ids))
         jobs = []
         for prompt, asked in zip(ids, samplings, strict=True):
             stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
@@ -271,12 +275,12 @@ class EagleJaxEngine:
         return jobs
 
     def _ids(self, token_ids: Sequence[int], least: int) -> list[int]:
-        (ids,) = parse_prompts(
-            [list(token_ids)],
-            None,
-            vocab_size=self._pair.target.config.vocab_size,
-            max_len=self._pair.target.config.max_position,
-        )
+        if isinstance(token_ids, str) or not hasattr(token_ids, "__len__"):
+            raise PromptError(
+                "not token ids", where="token_ids", found=repr(token_ids)[:80], expected="a list of whole numbers"
+            )
+        limit = self._pair.target.config.max_position or 2**31 - 1
+        (ids,) = parse_prompts([list(token_ids)], None, vocab_size=self._pair.target.config.vocab_size, max_len=limit)
         if len(ids) < least:
             raise PromptError("too few tokens", where="token_ids", found=len(ids), expected=f"{least} or more")
         return ids
@@ -292,9 +296,12 @@ class EagleJaxEngine:
         best = max(figures, key=lambda name: figures[name])
         readings = dict(pair.capture.alternatives)
         said = "; ".join(f"{name} {readings[name]}: {figures[name]:.1%}" for name in figures)
+        tokens = sum(len(text) - 1 for text in sample)
+        clear = tokens >= PROBE_LEAST and max(figures.values()) - min(figures.values()) > PROBE_MARGIN
+        verdict = "" if clear else "NOT DECIDED by this measurement; "
         pair.report.warn(
             f"AMBIGUOUS capture ids ({pair.capture.source}): position-0 accuracy of the draft over "
-            f"{sum(len(s) - 1 for s in sample)} tokens: {said}. Took {best}: boundaries {readings[best]}. "
+            f"{tokens} tokens: {said}. {verdict}took {best}: boundaries {readings[best]}. "
             f"capture={best!r} or capture={tuple(readings[best])} settles it"
         )
         pair.capture = replace(pair.capture, boundaries=readings[best], alternatives=())

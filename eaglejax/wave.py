@@ -67,17 +67,20 @@ class Wave:
         jax.block_until_ready(state.length)
         self._prefill_seconds = time.perf_counter() - begin
         ended = np.array([index >= len(self.jobs) or self.answers[index] is not None for index in range(self.slots)])
+        whole = True  # an interrupted decode leaves buffers that are gone: such a state is dropped
         try:
             while True:
                 yield from self._collect(state, ended)
                 if all(self.answers):
                     return
-                begin = time.perf_counter()
+                begin, whole = time.perf_counter(), False
                 state = self.programs.decode(state, cycles, ended)
                 jax.block_until_ready(state.length)
+                whole = True
                 self._decode_seconds += time.perf_counter() - begin
         finally:
-            self.programs.keep(state)
+            if whole:
+                self.programs.keep(state)
 
     def _without_budget(self) -> Iterator[tuple[int, Chunk]]:
         # nothing was asked of the model: no prefill, no draft step

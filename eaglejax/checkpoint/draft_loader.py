@@ -121,6 +121,7 @@ def inspect_draft(
         report.note("draft", "overridden: " + ", ".join(f"{key} = {value!r}" for key, value in overrides.items()))
     flat = flatten(config, reader.tensors, where)
     report.note("draft", f"{source.path}: EAGLE-3 draft in {flat.name} format")
+    _check_quantisation(config, where)
     for note in flat.notes:
         report.note("draft", note)
     tensors = read_names(reader.tensors, source.path)
@@ -133,6 +134,19 @@ def inspect_draft(
     _report(flat, tensors, reading.config, reading.capture, unknown_keys, report)
     temperature = _score_temperature(flat, where)
     return DraftPlan(reader, tensors, reading.config, reading.capture, ids, frozenset(borrowed), tied, temperature)
+
+
+def _check_quantisation(config: Mapping[str, Any], where: object) -> None:
+    """Refuse methods whose weights would be read as something else."""
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    if method not in (None, "compressed-tensors", "fp8"):
+        raise ConfigError(
+            "a quantisation of the draft that cannot be read",
+            where=f"{where}: quantization_config.quant_method",
+            found=repr(method),
+            expected="compressed-tensors or fp8 with scales per row or per tensor, or no quantisation",
+        )
 
 
 def load_plan(

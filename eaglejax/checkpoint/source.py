@@ -8,7 +8,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eaglejax.checkpoint.builtin import builtin_names, builtin_path
 from eaglejax.errors import CheckpointError
@@ -33,7 +33,7 @@ class Source:
         return self.path if self.kind == "folder" else self.path.parent
 
 
-def resolve(name_or_path: str | Path) -> Source:
+def resolve(name_or_path: Any) -> Source:
     """Finds the checkpoint that a name means; downloads a hub id, or a built-in model not yet in the cache.
 
     A built-in name wins over a folder of that name in the working directory (write ./NAME for that one), an existing
@@ -42,13 +42,19 @@ def resolve(name_or_path: str | Path) -> Source:
     Raises:
         CheckpointError: nothing is found under that name; says every reading of it that was tried.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise CheckpointError("not a model name or a path", found=repr(name_or_path)[:80], expected="text or a Path")
     name = str(name_or_path)
     if name in builtin_names() and not isinstance(name_or_path, Path):
         return _local(builtin_path(name))
-    path = Path(name_or_path).expanduser()
     if not name.strip():
         raise CheckpointError("an empty model name", expected=f"a path, a hub id or one of {_names()}")
-    if path.exists():
+    try:
+        path = Path(name_or_path).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError("cannot be looked up as a path", where=name[:200], found=str(error)[:120]) from None
+    if there:
         return _local(path)
     if isinstance(name_or_path, Path) or not HUB_ID.fullmatch(name) or path.suffix in (".gguf", ".safetensors"):
         raise CheckpointError(

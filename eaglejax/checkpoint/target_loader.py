@@ -64,12 +64,16 @@ def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
     return reading, reader
 
 
+def check_target(reading: TargetReading, reader: CheckpointReader) -> dict[str, Recipe]:
+    """The tensors that every parameter is made of, each checked against the config by name, shape and dtype."""
+    return choose(target_plan(reading.config, reading.family, _stems(reading, reader)), reader)
+
+
 def build_target(reading: TargetReading, reader: CheckpointReader, dtype: str, report: LoadReport) -> Target:
     """The target of a config that was read, filled from a reader."""
     config = reading.config
     stems = _stems(reading, reader)
-    plan = target_plan(config, reading.family, stems)
-    chosen = choose(plan, reader)
+    chosen = check_target(reading, reader)
     _report(reading, reader, chosen, dtype, report)
     _sort_leftovers(reading, reader, chosen, stems, report)
     target = nnx.eval_shape(lambda: Target(config, dtype=dtype))

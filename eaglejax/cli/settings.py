@@ -58,9 +58,9 @@ def _value(flags: FlagValues, name: str) -> Any:
     if name == "draft_config" and value is not None:
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise UsageError(
-                f'--{name}: not JSON; found {value!r}; expected such as {{"rope_theta": 10000.0}}'
+                f'--{name}: not JSON; found {value[:80]!r}; expected such as {{"rope_theta": 10000.0}}'
             ) from None
     return value
 

@@ -76,7 +76,7 @@ def read_draft_config(
         fc_bias=tensors.shape("fc.bias") is not None,
         own_embedding=embedding is not None,
         own_head=head is not None,
-        max_position=int(flat.layer.get("max_position_embeddings") or 0),
+        max_position=positive(flat.layer, "max_position_embeddings", where) or 0,
         captures=count,
         target_norm_eps=None if aux else target.norm_eps,
         **norms,
@@ -301,8 +301,8 @@ def _norm_eps(flat: FlatConfig, where: object, report: LoadReport) -> float:
     if value is None:
         report.note("draft", f"rms_norm_eps is absent: assumed {PLAIN_EPS} (the default of a Llama config)")
         return PLAIN_EPS
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError("must be a number above 0", where=f"{where}: rms_norm_eps", found=repr(value))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError("must be a number above 0 and below 1", where=f"{where}: rms_norm_eps", found=repr(value))
     return float(value)
 
 

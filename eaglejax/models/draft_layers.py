@@ -109,7 +109,8 @@ def _grouped(flat: FlatConfig, tensors: Shapes, index: int, hidden: int, where: 
         qkv_bias=_biases(flat, tensors, [f"{prefix}{n}_proj.bias" for n in "qkv"], where, "attention_bias"),
         output_bias=tensors.shape(f"{prefix}o_proj.bias") is not None,
         qk_norm=all(normed),
-        qk_norm_eps=1e-6 if eps is None else float(eps),
+        # a value of another type is refused where the draft's own norms are read
+        qk_norm_eps=float(eps) if isinstance(eps, int | float) else 1e-6,
         window=_window(flat, index, where),
     )
 
@@ -177,7 +178,8 @@ def _mlp(flat: FlatConfig, tensors: Shapes, index: int, where: object) -> DenseC
     width = _need(flat, "intermediate_size", where)
     for name in ("gate_proj", "up_proj"):
         _rows(tensors, f"{prefix}{name}.weight", width, f"intermediate_size {width}", where)
-    act = flat.layer.get("hidden_act") or flat.layer.get("hidden_activation") or "silu"
+    acts = [flat.layer[key] for key in ("hidden_act", "hidden_activation") if flat.layer.get(key) is not None]
+    act = acts[0] if acts else "silu"
     if act not in ACTIVATIONS:
         raise ConfigError(
             "unknown activation", where=f"{where}: hidden_act", found=repr(act), expected=", ".join(ACTIVATIONS)

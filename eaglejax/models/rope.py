@@ -184,6 +184,10 @@ def _read_dict(
     default_partial: float,
 ) -> RopeConfig:
     kind = values.get("rope_type") or values.get("type") or "default"
+    if kind == "default" and values.get("factor") not in (None, 1, 1.0):
+        raise ConfigError(
+            "a RoPE factor without a kind of scaling", where=where, found=dict(values), fix='add "rope_type"'
+        )
     if kind not in KINDS:
         raise ConfigError(
             "RoPE scaling that is not supported", where=where, found=repr(kind), expected=", ".join(KINDS)
@@ -196,7 +200,7 @@ def _read_dict(
     outer = _number(config, "original_max_position_embeddings", where)
     length = outer or numbers["original_max_position_embeddings"]
     for key in NEEDED[kind]:
-        if (length if key == "original_max_position_embeddings" else numbers[key]) is None:
+        if not (length if key == "original_max_position_embeddings" else numbers[key]):
             raise ConfigError(
                 f"RoPE scaling {kind!r} without {key!r}", where=where, found=dict(values), fix=f"add {key}"
             )
@@ -210,7 +214,7 @@ def _read_dict(
             expected="an even number of at least 2",
         )
     return RopeConfig(
-        theta=_agreed(config, values, "rope_theta", where) or default_theta,
+        theta=_theta(config, values, default_theta, where),
         rotary_dim=rotary_dim,
         kind=kind,
         interleaved=interleaved,
@@ -242,6 +246,14 @@ def _agreed(config: Mapping[str, Any], values: Mapping[str, Any], key: str, wher
     if inner is not None and outer is not None and inner != outer:
         raise ConfigError(f"two values of {key}", where=where, found=f"{inner:g} inside, {outer:g} at the top level")
     return outer if inner is None else inner
+
+
+def _theta(config: Mapping[str, Any], values: Mapping[str, Any], default: float, where: object) -> float:
+    """The base; absent is the family's default, zero is nobody's."""
+    theta = _agreed(config, values, "rope_theta", where)
+    if theta == 0:
+        raise ConfigError("is no number that RoPE can use", where=f"{where}: rope_theta", found="0")
+    return default if theta is None else theta
 
 
 def _factor(

@@ -90,7 +90,7 @@ def read_target_config(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hf.count("hidden_size"),
         layers=tuple(LayerConfig(a, m) for a, m in zip(attention, mlps, strict=True)),
-        norm_eps=hf.get("rms_norm_eps", float),
+        norm_eps=_eps(hf),
         tie_embeddings=_tied(hf, outer, outer_where),
         max_position=hf.count("max_position_embeddings"),
         eos_token_ids=_eos(tokens, where),
@@ -151,6 +151,13 @@ def _activation(hf: HFConfig, allowed: tuple[str, ...]) -> str:
 # ---- attention
 
 
+def _eps(hf: HFConfig) -> float:
+    value = hf.get("rms_norm_eps", float)
+    if not 0 < value < 1:
+        raise hf.refuse("rms_norm_eps", value, "a number above 0 and below 1")
+    return value
+
+
 def _attention(hf: HFConfig, family: Family, count: int) -> list[GQAConfig | MLAConfig]:
     if isinstance(family.attention, GQATraits):
         windows = _windows(hf, family.attention, count)
@@ -188,7 +195,7 @@ def _gqa(hf: HFConfig, traits: GQATraits, window: int | None) -> GQAConfig:
         qkv_bias=_value(hf, traits.qkv_bias, bool),
         output_bias=_value(hf, traits.output_bias, bool),
         qk_norm=_value(hf, traits.qk_norm, bool),
-        qk_norm_eps=hf.get("rms_norm_eps", float),
+        qk_norm_eps=_eps(hf),
         sinks=traits.sinks,
         window=window,
     )

@@ -138,7 +138,9 @@ def _increments(
     def coupled(logits):
         hot = (request.temperature > 0)[:, None, None]
         noise = gumbel_at(request.seed, positions[:, None], draft.target_ids[...])
-        mixed = (logits / jnp.where(hot, request.temperature[:, None, None], 1) + noise) / spec.coupling
+        mixed = (
+            logits / jnp.where(hot, jnp.maximum(request.temperature[:, None, None], 1e-30), 1) + noise
+        ) / spec.coupling
         return jnp.where(hot, mixed, logits)
 
     if spec.coupled:

@@ -81,7 +81,9 @@ def _threshold(keys: UInt32[Array, "b t v"], weights: Float[Array, "b t v"], goa
         reached = jnp.sum(jnp.where(keys >= trial[..., None], weights, 0), axis=-1) >= goal
         return jnp.where(reached, trial, found)
 
-    return lax.fori_loop(0, 32, body, jnp.zeros(goal.shape, jnp.uint32))
+    edge = lax.fori_loop(0, 32, body, jnp.zeros(goal.shape, jnp.uint32))
+    # a goal that underflows to 0 is reached by nothing at all: the largest is always kept
+    return jnp.minimum(edge, keys.max(-1))
 
 
 def apply_filters(scaled: Float[Array, "b t v"], request: Request) -> Float[Array, "b t v"]:
@@ -124,7 +126,8 @@ def draw(logits: Float[Array, "b t v"], positions: Int[Array, "b t"], request: R
 
     def sampled(logits):
         hot = (request.temperature > 0)[:, None, None]
-        scaled = logits / jnp.where(hot, request.temperature[:, None, None], 1)
+        # floored: a temperature so small that logits / T overflows draws the argmax
+        scaled = logits / jnp.where(hot, jnp.maximum(request.temperature[:, None, None], 1e-30), 1)
         scores = apply_filters(scaled, request) + gumbel(request.seed, positions, logits.shape[-1])
         return jnp.where(hot, scores, logits)
 

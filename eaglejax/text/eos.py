@@ -39,7 +39,7 @@ def read_eos_ids(folder: Path | None, config: Mapping[str, Any], tokenizer: Toke
 def _ids(value: Any, where: str) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
     for item in values:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
             raise ConfigError(
                 "not a token id", where=where, found=repr(item), expected="whole numbers from 0, one or a list"
             )

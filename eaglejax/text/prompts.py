@@ -158,6 +158,10 @@ def _read_line(line: bytes, where: str) -> Any:
         raise PromptError("not UTF-8 text", where=where, found=f"byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise PromptError("not valid JSON", where=where, found=f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise PromptError(
+            "JSON that cannot be read", where=where, found=f"{type(error).__name__}: {error}"[:120]
+        ) from None
     if not isinstance(entry, dict):
         raise PromptError("not a JSON object", where=where, found=type(entry).__name__)
     given = [field for field in _FIELDS if field in entry]

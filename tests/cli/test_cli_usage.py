@@ -34,7 +34,7 @@ def flags(*words: str):
         (["generate", "--prompt"], "Missing value for flag"),
         (["generate", "--prompt=x", "--token_ids=1"], "--prompt and --token_ids"),
         (["generate", "--token_ids=1,a"], "--token_ids: not token ids; found '1,a'"),
-        (["generate", "--prompt=x", "--top_p=1.5"], "--top_p: out of range; found 1.5; expected 0 to 1"),
+        (["generate", "--prompt=x", "--top_p=1.5"], "--top_p: out of range; found 1.5; expected above 0, up to 1"),
         (["generate", "--prompt=x", "--temperature=hot"], "--temperature: not a number; found 'hot'"),
         (["generate", "--prompt=x", "--max_new_tokens=-1"], "--max_new_tokens: out of range; found -1"),
         (["generate", "--prompt=x", "--max_new_tokens=1.5"], "--max_new_tokens: not a whole number"),

@@ -151,7 +151,8 @@ def caches_stay_fresh(engine, faulty: Programs, cycles: int = 4) -> bool:
     """Whether every round of `faulty` leaves the rows that a prefill by the sound programs would write."""
     clean = engine._programs_for(faulty.spec)
     asked = pairs.prompts([5, 9, 14, 16], seed=15)
-    return all(pairs.caches_are_fresh(clean, state) for state in pairs.rounds(faulty, asked, cycles))
+    # Kit M's draft multiplies the rounding of the captured tags by vectors of size 50
+    return all(pairs.caches_are_fresh(clean, state, atol=5e-3) for state in pairs.rounds(faulty, asked, cycles))
 
 
 def in_the_loop(monkeypatch, change):

@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folders):
-    return pairs.load(*folders, max_len=512, slots=16)
+    return pairs.load(*folders, max_len=256, slots=16)
 
 
 def tempered(matrix: np.ndarray, temperature: float) -> np.ndarray:
@@ -45,9 +45,9 @@ def tempered(matrix: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def sample(engine, temperature: float, draws: int, spec, first_seed: int = 1):
-    """Answers of 500 tokens from every state in turn, `draws` tokens in all."""
-    count = -(-draws // 500)
-    asked = [Sampling(max_new_tokens=500, temperature=temperature, seed=first_seed + i) for i in range(count)]
+    """Answers of 250 tokens from every state in turn, `draws` tokens in all."""
+    count = -(-draws // 250)
+    asked = [Sampling(max_new_tokens=250, temperature=temperature, seed=first_seed + i) for i in range(count)]
     return engine.generate([[i % STATES] for i in range(count)], asked, speculation=spec)
 
 
@@ -120,7 +120,7 @@ def test_trial_30_transitions_follow_the_target(engine, temperature):
 def test_trial_30_at_full_size(folders, tmp_path, spec, known, temperature):
     """200,000 draws each; a draft of four ids leaves the mass outside them reachable."""
     draft = pairs.write_draft(tmp_path / "draft", Q, ids=known)
-    engine = pairs.load(folders[0], draft, max_len=512, slots=16)
+    engine = pairs.load(folders[0], draft, max_len=256, slots=16)
     answers = sample(engine, temperature, 200_000, spec)
     assert fits(transitions(answers), tempered(P, temperature)) > 0.001
     assert np.mean([answer.stats.tau for answer in answers]) > 1.2

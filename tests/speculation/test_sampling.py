@@ -119,3 +119,12 @@ def test_draws_follow_the_filtered_distribution(temperature, top_k, top_p, min_p
     counts = np.bincount(drawn.ravel(), minlength=12)
     assert counts[p == 0].sum() == 0
     assert stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("extreme", [{"top_p": 1e-38}, {"top_p": 1e-45}, {"temperature": 2e-38}, {"min_p": 1}], ids=str)
+def test_extreme_settings_draw_the_argmax(extreme):
+    logits = jnp.asarray(np.random.default_rng(5).normal(0, 3, (1, 4, 300)), jnp.float32)
+    settings = {"temperature": 1.0, **extreme}
+    asked = request(1, **{name: [value] for name, value in settings.items()})
+    drawn = draw(logits, jnp.arange(4, dtype=jnp.int32)[None], asked)
+    assert jnp.array_equal(drawn, jnp.argmax(logits, -1))
