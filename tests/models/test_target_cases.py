@@ -95,7 +95,7 @@ def test_boundaries_in_any_order():
     np.testing.assert_array_equal(out.hidden, out.captured[0])
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "golden_deepseek_v3", "llama_tied_linear"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_no_q_lora", "llama_tied_linear"])
 def test_bfloat16(name):
     model, want = load_target(STORED / name, dtype="bfloat16"), expected(STORED / name)
     for leaf, variable in leaves(model).items():

@@ -67,8 +67,8 @@ def test_sparse_layers():
     assert kinds(read("qwen3_moe_sparse_step", mlp_only_layers=[1])) == [False, False, False, True]
     assert kinds(read("glm4_moe")) == [False, True, True]
     assert kinds(read("deepseek_dense")) == [False, False]
-    assert kinds(read("golden_deepseek_v3", moe_layer_freq=2)) == [False, False, True, False]
-    assert kinds(read("golden_deepseek_v3", moe_layer_freq=[0, 1, 0, 1])) == [False, True, False, True]
+    assert kinds(read("deepseek_v3_config", moe_layer_freq=2)) == [False, False, True, False]
+    assert kinds(read("deepseek_v3_config", moe_layer_freq=[0, 1, 0, 1])) == [False, True, False, True]
     assert kinds(read("gpt_oss")) == [True] * 3
     assert kinds(read("qwen3_moe_sparse_step", num_local_experts=None, num_experts=0)) == [False] * 4
 
@@ -155,17 +155,17 @@ def test_harmless_unknown_keys_are_listed():
         ("llama_biased", dict(eos_token_id="</s>"), "eos_token_id"),
         ("llama_tied_linear", dict(head_dim=None, hidden_size=30), "head_dim.*missing"),
         ("qwen3_yarn", dict(head_dim=None), "head_dim.*missing"),
-        ("golden_deepseek_v3", dict(scoring_func="softmax"), "scoring_func.*'softmax'.*sigmoid"),
-        ("golden_deepseek_v3", dict(topk_method="greedy"), "topk_method.*'greedy'.*noaux_tc"),
-        ("golden_deepseek_v3", dict(n_group=3), "8 experts in 3 groups"),
-        ("golden_deepseek_v3", dict(topk_group=3), "3 groups"),
-        ("golden_deepseek_v3", dict(num_experts_per_tok=5), "5 experts chosen"),
-        ("golden_deepseek_v3", dict(n_group=8), "8 experts in 8 groups"),
-        ("golden_deepseek_v3", dict(norm_topk_prob=None), "norm_topk_prob.*missing"),
-        ("golden_deepseek_v3", dict(routed_scaling_factor="x"), "routed_scaling_factor"),
-        ("golden_deepseek_v3", dict(q_lora_rank=None), "q_lora_rank.*missing"),
-        ("golden_deepseek_v3", dict(index_topk=2048), "index_topk"),
-        ("golden_deepseek_v3", dict(quantization_config=dict(quant_method="fp8")), "'fp8' cannot be read yet"),
+        ("deepseek_v3_config", dict(scoring_func="softmax"), "scoring_func.*'softmax'.*sigmoid"),
+        ("deepseek_v3_config", dict(topk_method="greedy"), "topk_method.*'greedy'.*noaux_tc"),
+        ("deepseek_v3_config", dict(n_group=3), "8 experts in 3 groups"),
+        ("deepseek_v3_config", dict(topk_group=3), "3 groups"),
+        ("deepseek_v3_config", dict(num_experts_per_tok=5), "5 experts chosen"),
+        ("deepseek_v3_config", dict(n_group=8), "8 experts in 8 groups"),
+        ("deepseek_v3_config", dict(norm_topk_prob=None), "norm_topk_prob.*missing"),
+        ("deepseek_v3_config", dict(routed_scaling_factor="x"), "routed_scaling_factor"),
+        ("deepseek_v3_config", dict(q_lora_rank=None), "q_lora_rank.*missing"),
+        ("deepseek_v3_config", dict(index_topk=2048), "index_topk"),
+        ("deepseek_v3_config", dict(quantization_config=dict(quant_method="fp8")), "'fp8' cannot be read yet"),
         ("gpt_oss", dict(quantization_config=dict(quant_method="mxfp4")), "'mxfp4'"),
         ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit.*5.0.*7.0"),
         ("gpt_oss", dict(sliding_window=None), "sliding_window"),
