@@ -298,10 +298,10 @@ class EagleJaxEngine:
         said = "; ".join(f"{name} {readings[name]}: {figures[name]:.1%}" for name in figures)
         tokens = sum(len(text) - 1 for text in sample)
         clear = tokens >= PROBE_LEAST and max(figures.values()) - min(figures.values()) > PROBE_MARGIN
-        verdict = "" if clear else "NOT DECIDED by this measurement; "
+        verdict = "Took" if clear else "NOT DECIDED by this measurement; took"
         pair.report.warn(
-            f"AMBIGUOUS capture ids ({pair.capture.source}): position-0 accuracy of the draft over "
-            f"{tokens} tokens: {said}. {verdict}took {best}: boundaries {readings[best]}. "
+            f"{pair.capture.source}: position-0 accuracy of the draft over "
+            f"{tokens} tokens: {said}. {verdict} {best}: boundaries {readings[best]}. "
             f"capture={best!r} or capture={tuple(readings[best])} settles it"
         )
         pair.capture = replace(pair.capture, boundaries=readings[best], alternatives=())
