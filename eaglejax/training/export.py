@@ -85,12 +85,13 @@ def draft_config_json(config: DraftConfig, *, int8: bool) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": attention.rope.theta,
-        "max_position_embeddings": config.max_position,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
         "eaglejax": {"boundaries": list(config.boundaries)},
         "torch_dtype": "float32",
     }
+    if config.max_position:
+        values["max_position_embeddings"] = config.max_position
     if int8:
         values["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     return values
