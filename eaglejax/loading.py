@@ -51,14 +51,15 @@ def load_pair(
             "not a table of config keys", where="draft_config", found=repr(draft_config)[:80], expected="a dict"
         )
     source = resolve(model)
-    if draft is not None:
-        _refuse_same(source, resolve(draft))
+    draft_source = resolve(draft) if draft is not None else None
+    if draft_source is not None:
+        _refuse_same(source, draft_source)
     reading, reader = open_target(source.path)
     check_target(reading, reader)
     plan = None
-    if draft is not None:
+    if draft_source is not None:
         plan = inspect_draft(
-            resolve(draft),
+            draft_source,
             target=facts_of(reading.config),
             capture=capture,
             overrides=draft_config,
