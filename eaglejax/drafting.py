@@ -18,6 +18,7 @@ from eaglejax.generation import DraftScore, TreeView
 from eaglejax.load_report import LoadReport
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import causal_step
+from eaglejax.sharding.layout import fetch
 from eaglejax.speculation import draft as drafting
 from eaglejax.speculation.programs import empty_request, pad_rows, teacher_bucket, token_row
 from eaglejax.speculation.tree import Tree
@@ -101,7 +102,7 @@ def check_tree(spec: Speculation, draft_vocab_size: int) -> None:
 
 def view(tree: Tree) -> TreeView:
     """The first slot's tree as numpy arrays."""
-    return TreeView(**{name: np.asarray(getattr(tree, name)[0]) for name in TreeView.__dataclass_fields__})
+    return TreeView(**{name: fetch(getattr(tree, name))[0] for name in TreeView.__dataclass_fields__})
 
 
 def load_draft(

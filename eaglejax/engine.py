@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eaglejax import teacher
 from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
+from eaglejax.sharding.mesh import build_mesh
+from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
+from eaglejax.teacher import Teacher
 from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
@@ -48,6 +50,7 @@ class EagleJaxEngine:
         self._pair, self.max_len, self.slots = pair, max_len, slots
         self.speculation = self._checked(speculation)
         self._programs: dict[Speculation, Programs] = {}
+        self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
 
     @classmethod
     def from_pretrained(
@@ -62,6 +65,8 @@ class EagleJaxEngine:
         dtype: str = "float32",
         max_len: int = 2048,
         slots: int = 4,
+        draft_placement: DraftPlacement = "replicated",
+        expert_split: ExpertSplit = "auto",
     ) -> EagleJaxEngine:
         """Load a target and a draft, and check that they fit.
 
@@ -72,16 +77,17 @@ class EagleJaxEngine:
             capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
                 boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.
             draft_config: keys of the draft's config.json to replace, such as {"rope_theta": 10000.0} or {"norm_output": False}.
-            mesh: None; one device.
+            mesh: None for one device, text such as "model=8" or "data=2,model=4", or a jax Mesh with those axes. Weights are split over
+                "model", slots over "data".
             dtype: "float32" or "bfloat16", of weights and caches.
             max_len: tokens of prompt and answer at most.
             slots: requests decoded together at most; more run in waves.
+            draft_placement: on a mesh, "replicated" (a copy of the draft on every device, no collective while drafting) or "sharded".
+            expert_split: on a mesh, "experts" (each device holds whole experts), "width" (a part of each), or "auto" (the first that divides).
 
         Raises:
             CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do.
         """
-        if mesh is not None:
-            raise ConfigError("this version runs on one device", where="mesh", found=mesh, expected="None")
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
         for name, value in (("max_len", max_len), ("slots", slots)):
@@ -94,7 +100,16 @@ class EagleJaxEngine:
                 found=speculation.describe(),
                 fix="pass draft=, or speculation=None",
             )
-        pair = load_pair(model, draft, capture=capture, dtype=dtype, draft_config=draft_config)
+        placement = Placement(expert_split, draft_placement)
+        pair = load_pair(
+            model,
+            draft,
+            capture=capture,
+            dtype=dtype,
+            draft_config=draft_config,
+            mesh=build_mesh(mesh),
+            placement=placement,
+        )
         if max_len > pair.target.config.max_position > 0:
             pair.report.warn(
                 f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens"
@@ -193,15 +208,15 @@ class EagleJaxEngine:
 
     def score(self, token_ids: Sequence[int]) -> Score:
         """Teacher-forced pass of the target: logits [t, v] and the residual stream [t, d] at every boundary 0..L."""
-        return teacher.score(self._pair.target, self._ids(token_ids, 1))
+        return self._teacher.score(self._ids(token_ids, 1))
 
     def draft_score(self, token_ids: Sequence[int]) -> DraftScore:
         """Teacher-forced pass of the draft: logits [t-1, w] and hidden [t-1, d].
 
         Row i has token i + 1 beside the target's features of position i.
         """
-        draft, boundaries = self._need_draft()
-        return teacher.draft_score(self._pair.target, draft, boundaries, self._ids(token_ids, 2))
+        _, boundaries = self._need_draft()
+        return self._teacher.draft_score(boundaries, self._ids(token_ids, 2))
 
     def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> TreeView:
         """The tree the draft grows below the last token, at temperature 0."""
@@ -210,7 +225,7 @@ class EagleJaxEngine:
         if not spec.num_steps:  # an engine set to plain decoding still shows trees
             spec = AUTO
         check_tree(spec, draft.config.draft_vocab_size)
-        return view(teacher.propose(self._pair.target, draft, boundaries, self._ids(token_ids, 2), spec))
+        return view(self._teacher.propose(boundaries, self._ids(token_ids, 2), spec))
 
     # inner parts
 
@@ -251,7 +266,7 @@ class EagleJaxEngine:
         if spec not in self._programs:
             boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
             self._programs[spec] = Programs(
-                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype
+                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype, self._pair.mesh
             )
         return self._programs[spec]
 
@@ -292,7 +307,7 @@ class EagleJaxEngine:
         sample = self._probe_tokens()
         figures = {}
         for name, boundaries in pair.capture.alternatives:
-            figures[name] = teacher.first_token_accuracy(pair.target, pair.draft, boundaries, sample)
+            figures[name] = self._teacher.first_token_accuracy(boundaries, sample)
         best = max(figures, key=lambda name: figures[name])
         readings = dict(pair.capture.alternatives)
         said = "; ".join(f"{name} {readings[name]}: {figures[name]:.1%}" for name in figures)

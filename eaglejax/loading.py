@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from eaglejax.checkpoint.draft_loader import facts_of, inspect_draft, load_plan
 from eaglejax.checkpoint.json_file import read_config
@@ -18,13 +20,15 @@ from eaglejax.load_report import LoadReport
 from eaglejax.models.capture import Capture, CaptureReading
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
+from eaglejax.sharding.mesh import DATA, MODEL, axis_size
+from eaglejax.sharding.rules import Placement, split_draft, split_target
 from eaglejax.text.eos import read_eos_ids
 from eaglejax.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 
 @dataclass
 class Pair:
-    """A target with its tokenizer, and the draft where there is one."""
+    """A target with its tokenizer, and the draft where there is one; on a mesh, where there is one."""
 
     name: str
     target: Target
@@ -34,10 +38,18 @@ class Pair:
     draft: Draft | None = None
     capture: CaptureReading | None = None
     report: LoadReport = field(default_factory=LoadReport)
+    mesh: Mesh | None = None
 
 
 def load_pair(
-    model: str, draft: str | None, *, capture: Capture, dtype: str, draft_config: Mapping[str, Any] | None = None
+    model: str,
+    draft: str | None,
+    *,
+    capture: Capture,
+    dtype: str,
+    draft_config: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    placement: Placement | None = None,
 ) -> Pair:
     """A target and, where one is named, its draft; every header of both is checked before the first weight is read.
 
@@ -73,20 +85,26 @@ def load_pair(
         raise ConfigError(
             "captures belong to a draft, and none is given", where="capture", found=repr(capture), fix="pass draft="
         )
+    placement, size, notes = placement or Placement(), axis_size(mesh, MODEL), []
+    split = split_target(reading.config, size, placement, notes)
+    draft_split = split_draft(plan.config, size, placement, notes) if plan is not None else None
     tokenizer = load_tokenizer(source.folder, reader) if has_tokenizer(source.folder, reader) else None
     config = reader.hf_config or read_config(source.folder)
     folder = source.folder if reader.hf_config is None else None
     pair = Pair(
         name=model,
-        target=build_target(reading, reader, dtype, report),
+        target=build_target(reading, reader, dtype, report, split=split, mesh=mesh),
         tokenizer=tokenizer,
         eos_ids=read_eos_ids(folder, config, tokenizer),
         dtype=jnp.dtype(dtype),
         report=report,
+        mesh=mesh,
     )
     if plan is not None:
-        loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report)
+        assert draft_split is not None
+        loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report, split=draft_split, mesh=mesh)
         pair.draft, pair.capture = loaded.draft, loaded.capture
+    _report_mesh(pair, placement, notes)
     _report_text(pair)
     for line in select.describe():
         report.note("kernels", line)
@@ -101,6 +119,19 @@ def _refuse_same(target: Source, draft: Source) -> None:
             found=draft.path,
             expected="the folder of an EAGLE-3 draft made for this target",
         )
+
+
+def _report_mesh(pair: Pair, placement: Placement, notes: list[str]) -> None:
+    if pair.mesh is None:
+        return
+    data, model = axis_size(pair.mesh, DATA), axis_size(pair.mesh, MODEL)
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    kind = pair.mesh.devices.flat[0].device_kind
+    pair.report.note("mesh", f"data {data} x model {model} ({kind}{processes}); slots over data, weights over model")
+    if pair.draft is not None:
+        pair.report.note("mesh", f"draft: {placement.draft}")
+    for line in notes:
+        pair.report.note("mesh", line)
 
 
 def _report_text(pair: Pair) -> None:

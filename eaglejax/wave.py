@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 
 from eaglejax.config import Sampling
 from eaglejax.generation import Chunk, Generation, Stats
+from eaglejax.sharding.layout import fetch
 from eaglejax.speculation.programs import ALL_CYCLES, Programs, prefill_plan, stop_width
 from eaglejax.speculation.state import Request, State
 from eaglejax.text.stop import TextStream
@@ -34,17 +35,12 @@ class Job:
     stop_ids: tuple[int, ...]  # EOS ids, unless ignored, and the request's own
 
 
-def slots_for(jobs: int, slots: int) -> int:
-    """Slots a wave runs with: the next power of two, so that few widths are compiled, and never more than the engine has."""
-    return min(1 << max(jobs - 1, 0).bit_length(), slots)
-
-
 class Wave:
     """Runs the jobs; `chunks` yields what is new of each answer, `answers` holds them in the end."""
 
     def __init__(self, programs: Programs, jobs: Sequence[Job], tokenizer: Tokenizer | None, slots: int):
         self.programs, self.jobs, self.tokenizer = programs, list(jobs), tokenizer
-        self.slots = slots_for(len(self.jobs), slots)
+        self.slots = programs.slots_for(len(self.jobs), slots)
         self.answers: list[Generation | None] = [None] * len(self.jobs)
         self._streams = [TextStream(tokenizer, job.sampling.stop) if tokenizer else None for job in self.jobs]
         self._seen = [0] * len(self.jobs)  # answer tokens handed to the text stream
@@ -117,7 +113,7 @@ class Wave:
             columns["limit"][index] = self._limit(job)
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 columns[name][index] = getattr(job.sampling, name)
-        put = jax.numpy.asarray
+        put = self.programs.put
         request = Request(
             seed=put(seeds), stop_ids=put(stops), **{name: put(column) for name, column in columns.items()}
         )
@@ -125,7 +121,7 @@ class Wave:
 
     def _collect(self, state: State, ended: Bool[np.ndarray, " b"]) -> Iterator[tuple[int, Chunk]]:
         tokens, lengths, done, stopped, cycles, accepted = (
-            np.asarray(x) for x in (state.tokens, state.length, state.done, state.stopped, state.cycles, state.accepted)
+            fetch(x) for x in (state.tokens, state.length, state.done, state.stopped, state.cycles, state.accepted)
         )
         for index, job in enumerate(self.jobs):
             if self.answers[index] is not None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eaglejax.checkpoint.draft_names import DraftTensors, read_names
@@ -30,7 +31,9 @@ from eaglejax.models.draft_config import TargetFacts, read_draft_config
 from eaglejax.models.draft_formats import FlatConfig, flatten
 from eaglejax.models.draft_keys import check_keys
 from eaglejax.models.layers import leaves
+from eaglejax.models.split import UNSPLIT, ModelSplit
 from eaglejax.models.target import Target
+from eaglejax.sharding.layout import arrange, place
 
 EMBEDDING, HEAD, TARGET_NORM = "embedding.weight", "head.weight", "fusion.target_norm.scale"
 
@@ -156,18 +159,21 @@ def load_plan(
     target: Target | None = None,
     target_embedding: Float[Array, "v d"] | Float[np.ndarray, "v d"] | None = None,
     report: LoadReport,
+    split: ModelSplit = UNSPLIT,
+    mesh: Mesh | None = None,
 ) -> LoadedDraft:
-    """Read the weights of a checked draft; borrowed ones are the target's own arrays."""
+    """Read the weights of a checked draft; borrowed ones are the target's own arrays, or on a mesh a copy as the draft is split."""
     config, where = plan.config, plan.reader.path
     values: dict[str, Any] = _lend(plan, dtype, target, target_embedding, report)
-    draft = nnx.eval_shape(lambda: Draft(config, dtype=dtype))
+    draft = nnx.eval_shape(lambda: Draft(config, dtype=dtype, split=split))
     plans = sources(config)
-    for path in leaves(draft).keys() - values.keys() - ({HEAD} if plan.tied else set()):
+    variables = leaves(draft)
+    for path in variables.keys() - values.keys() - ({HEAD} if plan.tied else set()):
         values[path] = read_parameter(plan.reader, plan.tensors, plans[path], dtype)
     if plan.tied:
         values[HEAD] = values[EMBEDDING]
-    fill(draft, values)
-    draft.target_ids.set_value(jnp.asarray(plan.target_ids))
+    fill(draft, {path: arrange(value, variables[path], mesh) for path, value in values.items()})
+    draft.target_ids.set_value(place(plan.target_ids, mesh))
     stored = sorted({info.dtype for name, info in plan.tensors.infos.items() if name not in ("d2t", "t2d")})
     report.note("draft", f"{where.name}: weights stored as {', '.join(stored)}, computed in {jnp.dtype(dtype).name}")
     return LoadedDraft(draft, plan.capture, config, plan.score_temperature)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
@@ -18,8 +18,10 @@ from eaglejax.checkpoint.weight_plan import Plan, Recipe, Stems, target_plan
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.layers import leaves
+from eaglejax.models.split import UNSPLIT, ModelSplit
 from eaglejax.models.target import Target
 from eaglejax.models.target_config import TargetReading, read_target_config
+from eaglejax.sharding.layout import arrange, whole_shape
 
 SECTION = "target"
 DTYPES = ("float32", "bfloat16")
@@ -69,15 +71,23 @@ def check_target(reading: TargetReading, reader: CheckpointReader) -> dict[str, 
     return choose(target_plan(reading.config, reading.family, _stems(reading, reader)), reader)
 
 
-def build_target(reading: TargetReading, reader: CheckpointReader, dtype: str, report: LoadReport) -> Target:
-    """The target of a config that was read, filled from a reader."""
+def build_target(
+    reading: TargetReading,
+    reader: CheckpointReader,
+    dtype: str,
+    report: LoadReport,
+    *,
+    split: ModelSplit = UNSPLIT,
+    mesh: Mesh | None = None,
+) -> Target:
+    """The target of a config that was read, filled from a reader and split over a mesh."""
     config = reading.config
     stems = _stems(reading, reader)
     chosen = check_target(reading, reader)
     _report(reading, reader, chosen, dtype, report)
     _sort_leftovers(reading, reader, chosen, stems, report)
-    target = nnx.eval_shape(lambda: Target(config, dtype=dtype))
-    fill(target, chosen, reader)
+    target = nnx.eval_shape(lambda: Target(config, dtype=dtype, split=split))
+    fill(target, chosen, reader, mesh)
     return target
 
 
@@ -127,17 +137,18 @@ def _fits(info: TensorInfo, shape: tuple[int, ...], padded: bool) -> bool:
     return info.shape == shape
 
 
-def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader) -> None:
+def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader, mesh: Mesh | None = None) -> None:
     """Fills every leaf of an abstract module; a leaf without a recipe is an error of the plan, not of the file."""
     variables = leaves(module)
     assert variables.keys() == chosen.keys(), sorted(variables.keys() ^ chosen.keys())
     for leaf, variable in variables.items():
-        shape, dtype = variable.shape, variable.dtype
-        buffer = np.empty(shape, dtype)
+        repeats = variable.get_metadata().get("repeats") or (1,) * len(variable.shape)
+        shape = tuple(n // r for n, r in zip(whole_shape(variable, mesh), repeats, strict=True))
+        buffer = np.empty(shape, variable.dtype)
         for part in chosen[leaf]:
             values = reader.read(part.name)
             buffer[part.place] = values if part.view is None else part.view(values)
-        variable.set_value(jax.device_put(buffer))
+        variable.set_value(arrange(buffer, variable, mesh))
 
 
 def _report(

@@ -12,6 +12,7 @@ from eaglejax.models.config import GQAConfig
 from eaglejax.models.layers import Linear, RMSNorm, param
 from eaglejax.models.rope import rotate
 from eaglejax.models.rows import KVRows, Step
+from eaglejax.models.split import WHOLE, Over, local_attention
 
 
 def joined(earlier: KVRows | None, own: KVRows) -> KVRows:
@@ -28,19 +29,25 @@ class GroupedQueryAttention(nnx.Module):
     """`heads` query heads in groups that share a key/value head; biases, per-head norms, sinks and a window as
     configured.
 
-    Weights: q [h c, in], kv [2, k c, in], out [out, h c]; q_norm and k_norm [c]; sinks [h].
+    Weights: q [h c, in], kv [2, k c, in], out [out, h c]; q_norm and k_norm [c]; sinks [h]. Split `over` devices, h and k are one device's.
     """
 
-    def __init__(self, config: GQAConfig, in_features: int, out_features: int, *, dtype: DTypeLike):
-        self.config = config
+    def __init__(
+        self, config: GQAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE
+    ):
+        self.config = config = local_attention(config, over)
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q = Linear(in_features, width, axes=("h", "d"), dtype=dtype, use_bias=config.qkv_bias)
-        self.kv = Linear(in_features, (2, kv_width), axes=(None, "k", "d"), dtype=dtype, use_bias=config.qkv_bias)
-        self.out = Linear(width, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.output_bias)
+        self.q = Linear(in_features, width, axes=("h", "d"), dtype=dtype, use_bias=config.qkv_bias, over=over)
+        self.kv = Linear(
+            in_features, (2, kv_width), axes=(None, "k", "d"), dtype=dtype, use_bias=config.qkv_bias, over=over
+        )
+        self.out = Linear(
+            width, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.output_bias, over=over, summed=over
+        )
         norm = lambda: RMSNorm(config.head_dim, config.qk_norm_eps, dtype=dtype, axes=("c",))
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
-        self.sinks = param((config.heads,), ("h",), dtype) if config.sinks else None
+        self.sinks = param((config.heads,), ("h",), dtype, over) if config.sinks else None
 
     def __call__(
         self, x: Float[Array, "b t i"], step: Step, cache: KVRows, earlier: KVRows | None = None

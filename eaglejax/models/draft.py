@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eaglejax.models.block import Block, build_attention
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig
 from eaglejax.models.layers import MLP, Embedding, Linear, RMSNorm, project
 from eaglejax.models.rows import KVRows, Step, empty_rows
+from eaglejax.models.split import UNSPLIT, WHOLE, LayerSplit, ModelSplit, Over
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +37,12 @@ class DraftOutput:
 
 
 class Fusion(nnx.Module):
-    """The captures joined low to high, [n * dt] wide, brought to the draft's width: optional norms, then fc."""
+    """The captures joined low to high, [n * dt] wide, brought to the draft's width: optional norms, then fc.
 
-    def __init__(self, config: DraftConfig, *, dtype: DTypeLike):
+    Split `over` devices, each multiplies its part of the captures.
+    """
+
+    def __init__(self, config: DraftConfig, *, dtype: DTypeLike, over: Over = WHOLE):
         wide = config.captures * config.target_hidden_size
         one = config.target_hidden_size
         self.captures = config.captures
@@ -46,7 +51,16 @@ class Fusion(nnx.Module):
         self.joint_norm = RMSNorm(wide, config.norm_eps, dtype=dtype, axes=(None,)) if config.norm_before_fc else None
         each = range(config.captures if config.fc_norm else 0)
         self.capture_norms = nnx.List([RMSNorm(one, config.norm_eps, dtype=dtype, axes=(None,)) for _ in each])
-        fc = lambda: Linear(wide, config.hidden_size, axes=("d", None), dtype=dtype, use_bias=config.fc_bias)
+        self.over = over
+        fc = lambda: Linear(
+            over.part(wide),
+            config.hidden_size,
+            axes=("d", "n"),
+            dtype=dtype,
+            use_bias=config.fc_bias,
+            over=over,
+            summed=over,
+        )
         self.fc = fc() if config.fc else None
 
     def __call__(self, features: Float[Array, "b t n"]) -> Float[Array, "b t d"]:
@@ -59,21 +73,27 @@ class Fusion(nnx.Module):
             features = jnp.concatenate(
                 [norm(part) for norm, part in zip(self.capture_norms, parts, strict=True)], axis=-1
             )
-        return features if self.fc is None else self.fc(features)
+        if self.fc is None:
+            return features
+        if self.over.axis is not None:
+            part = self.over.part(features.shape[-1])
+            features = lax.dynamic_slice_in_dim(features, self.over.first(part), part, axis=-1)
+        return self.fc(features)
 
 
 class FirstLayer(nnx.Module):
     """The draft's first layer: attention reads token embedding and hidden state side by side, embedding first."""
 
-    def __init__(self, config: DraftConfig, *, dtype: DTypeLike):
+    def __init__(self, config: DraftConfig, *, dtype: DTypeLike, split: LayerSplit | None = None):
+        split = split or LayerSplit()
         width, eps = config.hidden_size, config.norm_eps
         layer = config.layers[0]
         assert isinstance(layer.mlp, DenseConfig), "experts in a draft are refused when its config is read"
         self.input_norm = RMSNorm(width, eps, dtype=dtype) if config.input_norm else None
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype) if config.hidden_norm else None
-        self.attention = build_attention(layer.attention, 2 * width, width, dtype=dtype)
+        self.attention = build_attention(layer.attention, 2 * width, width, dtype=dtype, over=split.attention)
         self.post_norm = RMSNorm(width, eps, dtype=dtype)
-        self.mlp = MLP(layer.mlp, width, dtype=dtype)
+        self.mlp = MLP(layer.mlp, width, dtype=dtype, over=split.mlp)
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(
@@ -101,16 +121,23 @@ class Draft(nnx.Module):
     downstream sees offsets.
     """
 
-    def __init__(self, config: DraftConfig, *, dtype: DTypeLike):
+    def __init__(self, config: DraftConfig, *, dtype: DTypeLike, split: ModelSplit = UNSPLIT):
         width = config.hidden_size
         self.config = config
+        self.split = split
         self.dtype = jnp.dtype(dtype)
-        self.embedding = Embedding(config.vocab_size, width, dtype=dtype)
-        self.fusion = Fusion(config, dtype=dtype)
-        self.first = FirstLayer(config, dtype=dtype)
-        self.others = nnx.List([Block(layer, width, config.norm_eps, dtype=dtype) for layer in config.layers[1:]])
+        self.embedding = Embedding(config.vocab_size, width, dtype=dtype, over=split.vocab)
+        self.fusion = Fusion(config, dtype=dtype, over=split.fusion)
+        self.first = FirstLayer(config, dtype=dtype, split=split.layer(0))
+        self.others = nnx.List(
+            [
+                Block(layer, width, config.norm_eps, dtype=dtype, split=split.layer(index))
+                for index, layer in enumerate(config.layers[1:], 1)
+            ]
+        )
         self.norm = RMSNorm(width, config.norm_eps, dtype=dtype) if config.final_norm else None
-        self.head = Linear(width, config.draft_vocab_size, axes=("w", "d"), dtype=dtype)
+        own = split.draft_vocab.part(config.draft_vocab_size)
+        self.head = Linear(width, own, axes=("w", "d"), dtype=dtype, over=split.draft_vocab)
         self.target_ids = nnx.Variable(jnp.zeros((config.draft_vocab_size,), jnp.int32))
 
     def fuse(self, features: Float[Array, "b t n"]) -> Float[Array, "b t d"]:
@@ -144,7 +171,10 @@ class Draft(nnx.Module):
             return DraftOutput(x, feedback, rows)
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t w"]:
-        """Scores over the draft vocabulary, accumulated in float32; entry i belongs to target id `target_ids[i]`."""
+        """Scores over the draft vocabulary, accumulated in float32; entry i belongs to target id `target_ids[i]`.
+
+        Where the vocabulary is split (`split.draft_vocab`) these are the scores of this device's part of it.
+        """
         with jax.named_scope("draft_head"):
             normed = hidden if self.norm is None else self.norm(hidden)
             weight = self.head.weight[...]
@@ -152,7 +182,7 @@ class Draft(nnx.Module):
 
     def empty_caches(self, batch: int, rows: int) -> list[KVRows]:
         """One cache of zeros per layer, for `rows` positions of `batch` slots."""
-        return [empty_rows(layer.attention, batch, rows, self.dtype) for layer in self.config.layers]
+        return [empty_rows(layer.attention.config, batch, rows, self.dtype) for layer in (self.first, *self.others)]
 
 
 def layer_attention(layer: LayerConfig) -> str:

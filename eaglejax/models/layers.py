@@ -11,15 +11,19 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from eaglejax.models.config import DenseConfig
+from eaglejax.models.split import WHOLE, Over, local_dense
 
 # float32 means float32 on every device: without it a GPU multiplies in TF32. Harmless for bfloat16 operands.
 PRECISION = lax.Precision.HIGHEST
 
 
-def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> nnx.Param:
-    """An unset parameter (zeros; abstract under `nnx.eval_shape`) with the logical name of each axis."""
+def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, over: Over = WHOLE) -> nnx.Param:
+    """An unset parameter (zeros; abstract under `nnx.eval_shape`) of one device's shape, with the logical name of each axis.
+
+    Its metadata `mesh_axes` and `repeats` say how the parts of all devices make the whole (`sharding/layout.py`).
+    """
     assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mesh_axes=over.mesh_axes(axes), repeats=over.repeats(axes))
 
 
 def project(
@@ -39,7 +43,10 @@ def project(
 
 
 class Linear(nnx.Module):
-    """A projection with weight [*out, in] and optional bias [*out]."""
+    """A projection with weight [*out, in] and optional bias [*out].
+
+    Where the input is split over a mesh axis, `summed` says so: the products are summed over the devices before the bias is added.
+    """
 
     def __init__(
         self,
@@ -49,13 +56,16 @@ class Linear(nnx.Module):
         axes: tuple[str | None, ...],
         dtype: DTypeLike,
         use_bias: bool = False,
+        over: Over = WHOLE,
+        summed: Over = WHOLE,
     ):
         out = out_features if isinstance(out_features, tuple) else (out_features,)
-        self.weight = param((*out, in_features), axes, dtype)
-        self.bias = param(out, axes[:-1], dtype) if use_bias else None
+        self.summed = summed
+        self.weight = param((*out, in_features), axes, dtype, over)
+        self.bias = param(out, axes[:-1], dtype, over) if use_bias else None
 
     def __call__(self, x: Shaped[Array, "*lead i"]) -> Shaped[Array, "*lead_out"]:
-        y = project(x, self.weight[...])
+        y = self.summed.sum(project(x, self.weight[...]))
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -75,25 +85,36 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token table [v, d]. Ids are never out of range here: prompts are checked before any compile."""
 
-    def __init__(self, vocab_size: int, features: int, *, dtype: DTypeLike):
-        self.weight = param((vocab_size, features), ("v", "d"), dtype)
+    def __init__(self, vocab_size: int, features: int, *, dtype: DTypeLike, over: Over = WHOLE):
+        self.over = over
+        self.weight = param((over.part(vocab_size), features), ("v", "d"), dtype, over)
 
     def __call__(self, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead d"]:
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        table = self.weight[...]
+        if self.over.axis is None:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        # exactly one device holds the row of a token: the others add zeros, which changes no bit
+        places = tokens - self.over.first(table.shape[0])
+        here = (places >= 0) & (places < table.shape[0])
+        rows = jnp.take(table, places, axis=0, mode="clip")
+        return self.over.sum(jnp.where(here[..., None], rows, 0))
 
 
 class MLP(nnx.Module):
     """down(act(gate(x)) * up(x)); gate and up lie in one array [2, f, d] so that they are read in one product."""
 
-    def __init__(self, config: DenseConfig, features: int, *, dtype: DTypeLike):
+    def __init__(
+        self, config: DenseConfig, features: int, *, dtype: DTypeLike, over: Over = WHOLE, summed: Over | None = None
+    ):
+        """`summed`: over what the result is summed here, by default `over`; WHOLE leaves that to the caller."""
+        config = local_dense(config, over)
+        bias, summed = config.bias, over if summed is None else summed
         self.gate_up = Linear(
-            features,
-            (2, config.width),
-            axes=(None, "f", "d"),
-            dtype=dtype,
-            use_bias=config.bias,
+            features, (2, config.width), axes=(None, "f", "d"), dtype=dtype, use_bias=bias, over=over
         )
-        self.down = Linear(config.width, features, axes=("d", "f"), dtype=dtype, use_bias=config.bias)
+        self.down = Linear(
+            config.width, features, axes=("d", "f"), dtype=dtype, use_bias=bias, over=over, summed=summed
+        )
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:

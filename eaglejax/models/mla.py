@@ -14,6 +14,7 @@ from eaglejax.models.config import MLAConfig
 from eaglejax.models.layers import PRECISION, Linear, RMSNorm, param
 from eaglejax.models.rope import rotate
 from eaglejax.models.rows import KVRows, Step
+from eaglejax.models.split import WHOLE, Over, local_attention
 
 
 class LatentAttention(nnx.Module):
@@ -23,27 +24,38 @@ class LatentAttention(nnx.Module):
 
     Weights: q_a [rank, in] and q_b [h (n + p), rank], or q [h (n + p), in] without a query rank; kv_a [r + p, in];
     key_up [h, n, r] and value_up [h, v, r], the two parts of a checkpoint's kv_b_proj; out [out, h v].
-    (n, p, v: width per head without position, with position, of values; r: the latent.)
+    (n, p, v: width per head without position, with position, of values; r: the latent.) Split `over` devices, h are one device's;
+    the latent is the same on all.
     """
 
-    def __init__(self, config: MLAConfig, in_features: int, out_features: int, *, dtype: DTypeLike):
-        self.config = config
+    def __init__(
+        self, config: MLAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE
+    ):
+        self.config = config = local_attention(config, over)
         heads, latent = config.heads, config.kv_lora_rank
         q_width = heads * (config.nope_dim + config.rope_dim)
         norm = lambda width: RMSNorm(width, config.norm_eps, dtype=dtype, axes=(None,))
         if config.q_lora_rank is None:
-            self.q = Linear(in_features, q_width, axes=("h", "d"), dtype=dtype)
+            self.q = Linear(in_features, q_width, axes=("h", "d"), dtype=dtype, over=over)
             self.q_a = self.q_a_norm = self.q_b = None
         else:
             self.q = None
             self.q_a = Linear(in_features, config.q_lora_rank, axes=(None, "d"), dtype=dtype, use_bias=config.bias)
             self.q_a_norm = norm(config.q_lora_rank)
-            self.q_b = Linear(config.q_lora_rank, q_width, axes=("h", None), dtype=dtype)
+            self.q_b = Linear(config.q_lora_rank, q_width, axes=("h", None), dtype=dtype, over=over)
         self.kv_a = Linear(in_features, latent + config.rope_dim, axes=(None, "d"), dtype=dtype, use_bias=config.bias)
         self.kv_a_norm = norm(latent)
-        self.key_up = param((heads, config.nope_dim, latent), ("h", None, None), dtype)
-        self.value_up = param((heads, config.value_dim, latent), ("h", None, None), dtype)
-        self.out = Linear(heads * config.value_dim, out_features, axes=("d", "h"), dtype=dtype, use_bias=config.bias)
+        self.key_up = param((heads, config.nope_dim, latent), ("h", None, None), dtype, over)
+        self.value_up = param((heads, config.value_dim, latent), ("h", None, None), dtype, over)
+        self.out = Linear(
+            heads * config.value_dim,
+            out_features,
+            axes=("d", "h"),
+            dtype=dtype,
+            use_bias=config.bias,
+            over=over,
+            summed=over,
+        )
 
     def _queries(self, x: Float[Array, "b t i"]) -> Float[Array, "b t w"]:
         if self.q is not None:

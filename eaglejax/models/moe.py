@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from eaglejax.kernels.experts import experts
 from eaglejax.models.config import DenseConfig, MoEConfig
 from eaglejax.models.layers import MLP, param, project
+from eaglejax.models.split import WHOLE, Over, local_experts
 
 
 def route(
@@ -82,20 +83,28 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Weights of all experts: gate_up [e, 2, f, d] (gate first), down [e, d, f], with biases where the family has
-    them."""
+    """Weights of the experts: gate_up [e, 2, f, d] (gate first), down [e, d, f], with biases where the family has them.
 
-    def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike):
+    Split `over` devices each holds some experts whole (axis "e") or a part of the width of all (axis "f"); what it returns is then a part
+    of the sum.
+    """
+
+    def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike, over: Over = WHOLE):
+        self.over = over
+        config = local_experts(config, over)
         count, width = config.experts, config.width
         self.activation = config.expert_activation
-        self.gate_up = param((count, 2, width, features), ("e", None, "f", "d"), dtype)
-        self.down = param((count, features, width), ("e", "d", "f"), dtype)
-        self.gate_up_bias = param((count, 2, width), ("e", None, "f"), dtype) if config.expert_bias else None
-        self.down_bias = param((count, features), ("e", "d"), dtype) if config.expert_bias else None
+        self.gate_up = param((count, 2, width, features), ("e", None, "f", "d"), dtype, over)
+        self.down = param((count, features, width), ("e", "d", "f"), dtype, over)
+        self.gate_up_bias = param((count, 2, width), ("e", None, "f"), dtype, over) if config.expert_bias else None
+        self.down_bias = param((count, features), ("e", "d"), dtype, over) if config.expert_bias else None
 
     def __call__(
         self, x: Float[Array, "n d"], ids: Int[Array, "n k"], weights: Float[Array, "n k"]
     ) -> Float[Array, "n d"]:
+        """Arguments: ids of all experts, [n, k] ascending; weights float32."""
+        if "e" in self.over.names:
+            ids = self._own(ids)
         return experts(
             x,
             ids,
@@ -103,18 +112,41 @@ class Experts(nnx.Module):
             self.gate_up[...],
             self.down[...],
             None if self.gate_up_bias is None else self.gate_up_bias[...],
-            None if self.down_bias is None else self.down_bias[...],
+            None if self.down_bias is None else self._down_bias(),
             activation=self.activation,
         )
 
+    def _own(self, ids: Int[Array, "n k"]) -> Int[Array, "n k"]:
+        """Numbers among this device's experts; those of other devices become "none"."""
+        count = self.down.shape[0]
+        places = ids - self.over.first(count)
+        return jnp.where((places >= 0) & (places < count), places, count)
+
+    def _down_bias(self) -> Float[Array, "e d"]:
+        """With the width split every device adds a part of each expert's result: the bias is added by the first alone."""
+        assert self.down_bias is not None
+        bias = self.down_bias[...]
+        if "f" not in self.over.names:
+            return bias
+        return jnp.where(self.over.first(1) == 0, bias, 0)
+
 
 class MoE(nnx.Module):
-    """Routed experts plus shared experts, the latter behind a sigmoid gate where the family has one (Qwen2-MoE)."""
+    """Routed experts plus shared experts, the latter behind a sigmoid gate where the family has one (Qwen2-MoE).
 
-    def __init__(self, config: MoEConfig, features: int, *, dtype: DTypeLike):
+    Every device routes all rows. What it then computes of routed and shared experts is summed first, so that a layer needs one all-reduce.
+    """
+
+    def __init__(
+        self, config: MoEConfig, features: int, *, dtype: DTypeLike, over: Over = WHOLE, shared_over: Over = WHOLE
+    ):
+        self.over, self.shared_over = over, shared_over
         self.router = Router(config, features)
-        self.experts = Experts(config, features, dtype=dtype)
-        self.shared = MLP(DenseConfig(config.shared_width), features, dtype=dtype) if config.shared_width else None
+        self.experts = Experts(config, features, dtype=dtype, over=over)
+        shared = DenseConfig(config.shared_width)
+        self.shared = (
+            MLP(shared, features, dtype=dtype, over=shared_over, summed=WHOLE) if config.shared_width else None
+        )
         self.shared_gate = param((1, features), (None, "d"), dtype) if config.shared_gate else None
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -125,5 +157,10 @@ class MoE(nnx.Module):
                 shared = self.shared(rows)
                 if self.shared_gate is not None:
                     shared = jax.nn.sigmoid(project(rows, self.shared_gate[...])) * shared
-                out = out + shared
+                if self.shared_over == WHOLE or self.over.axis is None:  # one of the two is whole already
+                    out = self.over.sum(out) + self.shared_over.sum(shared)
+                else:
+                    out = self.over.sum(out + shared)
+            else:
+                out = self.over.sum(out)
             return out.reshape(x.shape)

@@ -13,6 +13,7 @@ from eaglejax.models.block import Block
 from eaglejax.models.config import TargetConfig
 from eaglejax.models.layers import Embedding, Linear, RMSNorm, project
 from eaglejax.models.rows import KVRows, Step, empty_rows
+from eaglejax.models.split import UNSPLIT, ModelSplit
 
 
 @jax.tree_util.register_dataclass
@@ -30,16 +31,26 @@ class Target(nnx.Module):
 
     Boundary b is the residual stream after b blocks: 0 is the embedding, `num_layers` is before the final norm.
     With tied embeddings `head` is None and the embedding array itself is the head.
+    `config` is the whole model; where it is split over devices, every module holds one device's part of its own.
     """
 
-    def __init__(self, config: TargetConfig, *, dtype: DTypeLike):
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, split: ModelSplit = UNSPLIT):
         self.config = config
+        self.split = split
         self.dtype = jnp.dtype(dtype)
         size = config.hidden_size
-        self.embedding = Embedding(config.vocab_size, size, dtype=dtype)
-        self.layers = nnx.List([Block(layer, size, config.norm_eps, dtype=dtype) for layer in config.layers])
+        self.embedding = Embedding(config.vocab_size, size, dtype=dtype, over=split.vocab)
+        self.layers = nnx.List(
+            [
+                Block(layer, size, config.norm_eps, dtype=dtype, split=split.layer(index))
+                for index, layer in enumerate(config.layers)
+            ]
+        )
         self.norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        self.head = None if config.tie_embeddings else Linear(size, config.vocab_size, axes=("v", "d"), dtype=dtype)
+        head = lambda: Linear(
+            size, split.vocab.part(config.vocab_size), axes=("v", "d"), dtype=dtype, over=split.vocab
+        )
+        self.head = None if config.tie_embeddings else head()
 
     def __call__(
         self, tokens: Int[Array, "b t"], step: Step, caches: list[KVRows], boundaries: tuple[int, ...] = ()
@@ -61,11 +72,14 @@ class Target(nnx.Module):
             return TargetOutput(x, tuple(wanted[boundary] for boundary in boundaries), rows)
 
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
-        """Final norm and head of boundary `num_layers`; accumulated in float32 and not rounded."""
+        """Final norm and head of boundary `num_layers`; accumulated in float32 and not rounded.
+
+        Where the vocabulary is split (`split.vocab`) these are the logits of this device's part of it.
+        """
         with jax.named_scope("head"):
             weight = self.embedding.weight if self.head is None else self.head.weight
             return project(self.norm(hidden), weight[...], jnp.float32)
 
     def empty_caches(self, batch: int, rows: int) -> list[KVRows]:
         """One cache of zeros per layer, [batch, rows, ...]."""
-        return [empty_rows(layer.attention, batch, rows, self.dtype) for layer in self.config.layers]
+        return [empty_rows(layer.attention.config, batch, rows, self.dtype) for layer in self.layers]

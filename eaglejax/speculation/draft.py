@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eaglejax.config import Speculation
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import KVRows, Step, causal_step
+from eaglejax.models.split import Over
 from eaglejax.speculation.cache import commit, take_rows
 from eaglejax.speculation.sampling import gumbel_at
 from eaglejax.speculation.state import Request
@@ -69,8 +70,8 @@ def grow(
     topk = spec.topk
     batch = root.shape[0]
     with jax.named_scope("draft_step_1"):
-        increments = _increments(draft, tip.hidden[:, None], root_positions + 1, request, spec, level=1)
-        scores, ids = lax.top_k(increments[:, 0], topk)
+        best = _best_children(draft, tip.hidden[:, None], root_positions + 1, request, spec, level=1)
+        scores, ids = best[0][:, 0], best[1][:, 0]
     tokens = draft.target_ids[...][ids]
     pool = Pool(tokens, scores, jnp.full_like(tokens, -1), jnp.full((topk,), 1, jnp.int32))
 
@@ -86,8 +87,9 @@ def grow(
             step = _level_step(tip.rows, sees, level, topk)
             out = draft(tokens, feedback, step, cache, earlier)
             earlier = out.rows if earlier is None else jax.tree.map(_join_rows, earlier, out.rows)
-            increments = _increments(draft, out.hidden, root_positions + level, request, spec, level)
-            child_scores, child_ids = lax.top_k(increments, topk)
+            child_scores, child_ids = _best_children(
+                draft, out.hidden, root_positions + level, request, spec, level
+            )
             total = (scores[..., None] + child_scores).reshape(batch, topk * topk)
             child_tokens = draft.target_ids[...][child_ids].reshape(batch, topk * topk)
             first += topk if level == 2 else topk * topk
@@ -120,24 +122,29 @@ def _level_step(tip_rows: Int[Array, " b"], sees: Bool[Array, "b k r"], level: i
     return Step(row_positions[:, -topk:], sees, row_positions, tip_rows)
 
 
-def _increments(
+def _best_children(
     draft: Draft,
     hidden: Float[Array, "b k d"],
     positions: Int[Array, " b"],
     request: Request,
     spec: Speculation,
     level: int,
-) -> Float[Array, "b k w"]:
-    """What a child adds to its parent's score: a log-probability over the draft vocabulary, at most 0; NaN counts as impossible.
+) -> tuple[Float[Array, "b k c"], Int[Array, "b k c"]]:
+    """The `spec.topk` best children of every row: what each adds to its parent's score, and its draft id, best first.
+
+    A child adds a log-probability over the draft vocabulary, at most 0; NaN counts as impossible; ties go to the lower id.
 
     Greedy slots: log_softmax(logits). Sampling slots, when coupled: log_softmax((logits / T + g) / c), with the noise g that the target
     will draw with at the child's position.
     """
     logits = draft.logits(hidden) / jnp.float32(spec.temperature_of(level))
+    over = draft.split.draft_vocab
+    first = over.first(logits.shape[-1])
 
     def coupled(logits):
         hot = (request.temperature > 0)[:, None, None]
-        noise = gumbel_at(request.seed, positions[:, None], draft.target_ids[...])
+        ids = lax.dynamic_slice_in_dim(draft.target_ids[...], first, logits.shape[-1])
+        noise = gumbel_at(request.seed, positions[:, None], ids)
         mixed = (
             logits / jnp.where(hot, jnp.maximum(request.temperature[:, None, None], 1e-30), 1) + noise
         ) / spec.coupling
@@ -145,5 +152,30 @@ def _increments(
 
     if spec.coupled:
         logits = lax.cond(jnp.any(request.temperature > 0), coupled, lambda x: x, logits)
-    increments = jax.nn.log_softmax(logits, axis=-1)
+    if over.axis is None:
+        return lax.top_k(_possible(jax.nn.log_softmax(logits, axis=-1)), spec.topk)
+    return _best_of_parts(logits, first, over, spec.topk)
+
+
+def _possible(increments: Float[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(jnp.isnan(increments), -jnp.inf, increments)
+
+
+def _best_of_parts(logits: Float[Array, "b k w"], first, over: Over, topk: int):
+    """The best children where each device scores its part of the draft vocabulary; one gather of a few numbers per row."""
+    top = logits.max(-1, keepdims=True)
+    total = jnp.exp(logits - top).sum(-1, keepdims=True)
+    best, ids = lax.top_k(_possible(logits), min(topk, logits.shape[-1]))
+    # one gather for all; as integers, which no device flushes to zero
+    floats = lax.bitcast_convert_type(jnp.concatenate([top, total, best], axis=-1), jnp.int32)
+    offers = over.gather(jnp.concatenate([floats, ids + first], axis=-1))
+    kept = best.shape[-1]
+    floats, ids = lax.bitcast_convert_type(offers[..., : 2 + kept], jnp.float32), offers[..., 2 + kept :]
+    top, total = floats[..., 0], floats[..., 1]
+    highest = top.max(0)
+    total = (total * jnp.exp(top - highest)).sum(0)
+    # parts one after the other are in ascending order of id among equals
+    in_a_row = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+    scores, places = lax.top_k(in_a_row(floats[..., 2:]), topk)
+    scores = scores - highest[..., None] - jnp.log(total)[..., None]
+    return _possible(scores), jnp.take_along_axis(in_a_row(ids), places, axis=-1)

@@ -124,7 +124,7 @@ def prefill(models: Models, state: State, offset: Int[Array, ""], rows: int) -> 
 
     def first_token(hidden):
         logits = models.target.logits(take_rows(hidden, last))
-        return draw(logits, request.prompt_length[:, None], request)
+        return draw(logits, request.prompt_length[:, None], request, models.target.split.vocab)
 
     drawn = lax.cond(jnp.any(ends), first_token, lambda _: jnp.zeros((batch, 1), jnp.int32), out.hidden)
     return _start(state, drawn, take_rows(features, last), ends)

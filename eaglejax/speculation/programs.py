@@ -8,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Int, Shaped
 
 from eaglejax.config import Speculation
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
+from eaglejax.sharding.layout import place, shapes_on, weight_specs
+from eaglejax.sharding.mesh import DATA, axis_size
+from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
 from eaglejax.speculation.state import Models, Request, State, new_state
 
@@ -39,7 +44,7 @@ def stop_width(stop_ids: int) -> int:
 
 
 class Programs:
-    """Prefill and decode for one pair of models and one tree.
+    """Prefill and decode for one pair of models and one tree; on a mesh, every device runs the whole loop on its own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
     """
@@ -52,8 +57,9 @@ class Programs:
         spec: Speculation,
         max_len: int,
         dtype: DTypeLike,
+        mesh: Mesh | None = None,
     ):
-        self.spec, self.max_len, self.dtype = spec, max_len, dtype
+        self.spec, self.max_len, self.dtype, self.mesh = spec, max_len, dtype, mesh
         self.boundaries = boundaries if spec.num_steps else ()
         target_graph, target_arrays = nnx.split(target)
         draft_graph, draft_arrays = nnx.split(draft) if draft is not None and spec.num_steps else (None, None)
@@ -63,6 +69,10 @@ class Programs:
         def models(arrays) -> Models:
             merged = nnx.merge(draft_graph, arrays[1]) if draft_graph is not None else None
             return Models(nnx.merge(target_graph, arrays[0]), merged, self.boundaries)
+
+        self._state_specs = state_specs(Models(target, draft if draft_graph is not None else None, self.boundaries))
+        weights = [spec for arrays in self.arrays if arrays is not None for spec in weight_specs(arrays)]
+        self._weight_specs = weights
 
         def prefill(arrays, state, offset, rows):
             return loop.prefill(models(arrays), state, offset, rows)
@@ -74,14 +84,25 @@ class Programs:
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype)
 
-        self._prefill = jax.jit(prefill, static_argnames="rows", donate_argnames="state")
-        self._decode = jax.jit(decode, donate_argnames="state")
-        self._fresh = jax.jit(fresh)
+        state = self._state_specs
+        self._prefill = on_mesh(mesh, prefill, (weights, state, P()), state, static_argnums=3, donate_argnums=1)
+        self._decode = on_mesh(mesh, decode, (weights, state, P(), P(DATA)), state, donate_argnums=1)
+        self._fresh = on_mesh(mesh, fresh, (weights, P(DATA)), state)
         self._idle: dict[int, State] = {}
 
     @property
     def _pending(self) -> int:
         return self.spec.num_steps + 1 if self.spec.num_steps else 0
+
+    def slots_for(self, jobs: int, slots: int) -> int:
+        """Slots a wave runs with: the next power of two, so that few widths are compiled, and never more than `slots`; on a mesh the next
+        multiple of its data axis."""
+        wanted, data = min(1 << max(jobs - 1, 0).bit_length(), slots), axis_size(self.mesh, DATA)
+        return -(-wanted // data) * data
+
+    def put(self, value: Shaped[np.ndarray, "b *n"]) -> Shaped[Array, "b *n"]:
+        """An array with one entry per slot, on the devices."""
+        return place(value, self.mesh, P(DATA))
 
     def start(self, request: Request, prompts: Shaped[np.ndarray, "b n"]) -> State:
         """A state whose slots hold their prompts. The caches of an earlier wave of the same width are used again as they are:
@@ -92,28 +113,32 @@ class Programs:
             state = self._fresh(self.arrays, request)
         tokens = np.zeros((batch, self.max_len), np.int32)
         tokens[:, : prompts.shape[1]] = prompts
+        put = self.put
         # separate buffers: the state is donated whole
-        zeros = lambda kind="int32": jnp.asarray(np.zeros(batch, kind))
+        zeros = lambda kind="int32": put(np.zeros(batch, kind))
         return replace(
             state,
             request=request,
-            tokens=jnp.asarray(tokens),
+            tokens=put(tokens),
             length=zeros(),
             done=zeros("bool"),
             stopped=zeros("bool"),
             pending_count=zeros(),
             # masked rows still meet the others in a product with 0, which a NaN of an earlier wave would survive
-            pending_features=jnp.asarray(np.zeros(state.pending_features.shape, state.pending_features.dtype)),
+            pending_features=put(np.zeros(state.pending_features.shape, state.pending_features.dtype)),
             cycles=zeros(),
-            accepted=jnp.asarray(np.zeros((batch, self.max_len), np.int32)),
+            accepted=put(np.zeros((batch, self.max_len), np.int32)),
         )
 
     def prefill(self, state: State, offset: int, rows: int) -> State:
-        return self._prefill(self.arrays, state, jnp.int32(offset), rows)
+        return self._prefill(self.arrays, state, self._scalar(offset), rows)
 
     def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
         """Up to `max_cycles` cycles; slots marked in `ended` are done first."""
-        return self._decode(self.arrays, state, jnp.int32(max_cycles), jnp.asarray(ended))
+        return self._decode(self.arrays, state, self._scalar(max_cycles), place(ended, self.mesh, P(DATA)))
+
+    def _scalar(self, value: int) -> Int[Array, ""]:
+        return place(np.int32(value), self.mesh)
 
     def keep(self, state: State) -> None:
         """Hand the buffers of a finished wave back for the next one."""
@@ -121,17 +146,23 @@ class Programs:
 
     def state_shapes(self, batch: int) -> State:
         """The state of `batch` slots as shapes, nothing allocated."""
-        return jax.eval_shape(self._fresh, self.arrays, jax.eval_shape(lambda: empty_request(batch)))
+        shapes = jax.eval_shape(self._fresh, self._weight_shapes(), jax.eval_shape(lambda: empty_request(batch)))
+        return shapes_on(self.mesh, shapes, self._state_specs)
+
+    def _weight_shapes(self):
+        return shapes_on(self.mesh, self.arrays, self._weight_specs)
 
     def lower_decode(self, batch: int) -> jax.stages.Lowered:
         """The decode program for `batch` slots, lowered from shapes alone: for memory and HLO questions."""
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        ended = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-        return self._decode.lower(self.arrays, self.state_shapes(batch), scalar, ended)
+        ended = shapes_on(self.mesh, jax.ShapeDtypeStruct((batch,), jnp.bool_), P(DATA))
+        return self._decode.lower(self._weight_shapes(), self.state_shapes(batch), self._scalar_shape(), ended)
 
     def lower_prefill(self, batch: int, rows: int) -> jax.stages.Lowered:
         """The prefill program for `batch` slots and `rows` tokens at a time, likewise."""
-        return self._prefill.lower(self.arrays, self.state_shapes(batch), jax.ShapeDtypeStruct((), jnp.int32), rows)
+        return self._prefill.lower(self._weight_shapes(), self.state_shapes(batch), self._scalar_shape(), rows)
+
+    def _scalar_shape(self):
+        return shapes_on(self.mesh, jax.ShapeDtypeStruct((), jnp.int32), P())
 
 
 def empty_request(batch: int, stops: int = 0) -> Request:
