@@ -17,6 +17,7 @@ from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.sharding.mesh import build_mesh
+from eaglejax.sharding.processes import agree, from_first
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
 from eaglejax.teacher import Teacher
@@ -83,7 +84,8 @@ class EagleJaxEngine:
             max_len: tokens of prompt and answer at most.
             slots: requests decoded together at most; more run in waves.
             draft_placement: on a mesh, "replicated" (a copy of the draft on every device, no collective while drafting) or "sharded".
-            expert_split: on a mesh, "experts" (each device holds whole experts), "width" (a part of each), or "auto" (the first that divides).
+            expert_split: on a mesh, "experts" (each device holds whole experts), "width" (a part of each), "auto" (the first that
+                divides).
 
         Raises:
             CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do.
@@ -101,6 +103,18 @@ class EagleJaxEngine:
                 fix="pass draft=, or speculation=None",
             )
         placement = Placement(expert_split, draft_placement)
+        made_of = (
+            str(model),
+            draft and str(draft),
+            speculation,
+            capture,
+            draft_config,
+            dtype,
+            max_len,
+            slots,
+            placement,
+        )
+        agree("from_pretrained", made_of)
         pair = load_pair(
             model,
             draft,
@@ -167,7 +181,9 @@ class EagleJaxEngine:
         Returns: one Generation per prompt, in order. More prompts than slots run in waves.
         """
         jobs = self._jobs(prompts, sampling)
-        programs = self._programs_for(self._setting(speculation))
+        spec = self._setting(speculation)
+        agree("generate", (jobs, spec))
+        programs = self._programs_for(spec)
         answers: list[Generation] = []
         for first in range(0, len(jobs), self.slots):
             answers += Wave(programs, jobs[first : first + self.slots], self._pair.tokenizer, self.slots).run()
@@ -190,7 +206,9 @@ class EagleJaxEngine:
         if len(jobs) != 1:
             raise PromptError("stream takes one prompt", where="prompt", found=f"{len(jobs)} prompts", expected="one")
         whole_number("cycles", cycles, 1)
-        programs = self._programs_for(self._setting(speculation))
+        spec = self._setting(speculation)
+        agree("stream", (jobs, spec, cycles))
+        programs = self._programs_for(spec)
         wave = Wave(programs, jobs, self._pair.tokenizer, self.slots)
         return (chunk for _, chunk in wave.chunks(cycles))
 
@@ -208,7 +226,9 @@ class EagleJaxEngine:
 
     def score(self, token_ids: Sequence[int]) -> Score:
         """Teacher-forced pass of the target: logits [t, v] and the residual stream [t, d] at every boundary 0..L."""
-        return self._teacher.score(self._ids(token_ids, 1))
+        ids = self._ids(token_ids, 1)
+        agree("score", ids)
+        return self._teacher.score(ids)
 
     def draft_score(self, token_ids: Sequence[int]) -> DraftScore:
         """Teacher-forced pass of the draft: logits [t-1, w] and hidden [t-1, d].
@@ -216,7 +236,9 @@ class EagleJaxEngine:
         Row i has token i + 1 beside the target's features of position i.
         """
         _, boundaries = self._need_draft()
-        return self._teacher.draft_score(boundaries, self._ids(token_ids, 2))
+        ids = self._ids(token_ids, 2)
+        agree("draft_score", ids)
+        return self._teacher.draft_score(boundaries, ids)
 
     def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> TreeView:
         """The tree the draft grows below the last token, at temperature 0."""
@@ -225,7 +247,9 @@ class EagleJaxEngine:
         if not spec.num_steps:  # an engine set to plain decoding still shows trees
             spec = AUTO
         check_tree(spec, draft.config.draft_vocab_size)
-        return view(self._teacher.propose(boundaries, self._ids(token_ids, 2), spec))
+        ids = self._ids(token_ids, 2)
+        agree("propose", (ids, spec))
+        return view(self._teacher.propose(boundaries, ids, spec))
 
     # inner parts
 
@@ -285,7 +309,7 @@ class EagleJaxEngine:
             stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
             if asked.stop:
                 _ = self.tokenizer  # stop strings need text
-            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            seed = from_first(secrets.randbits(63)) if asked.seed is None else asked.seed
             jobs.append(Job(prompt, asked, seed, tuple(dict.fromkeys(stops))))
         return jobs
 

@@ -20,10 +20,12 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "draft", "capture", "draft_config"),
     "speculation": ("mode", *(f.name for f in fields(Speculation))),
     "sampling": tuple(f.name for f in fields(Sampling)),
-    "engine": ("dtype", "max_len", "slots"),
+    "engine": ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split"),
 }
 _SWITCHES = {("speculation", "coupled"), ("sampling", "ignore_eos")}
 _TEXTS = {("model", "model"), ("model", "draft"), ("speculation", "mode"), ("engine", "dtype")}
+_TEXTS |= {("engine", "mesh"), ("engine", "draft_placement"), ("engine", "expert_split")}
+DRAFT_PLACEMENTS, EXPERT_SPLITS = ("replicated", "sharded"), ("auto", "experts", "width")
 # the draft that a built-in model is used with where none is named
 BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3"}
 
@@ -36,7 +38,8 @@ class RunConfig:
     `Speculation`), [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). Each may be left out.
 
     Arguments:
-        model, draft, capture, draft_config, speculation, dtype, max_len, slots: as in `EagleJaxEngine.from_pretrained`.
+        model, draft, capture, draft_config, speculation, dtype, max_len, slots, mesh, draft_placement, expert_split: as in
+            `EagleJaxEngine.from_pretrained`.
         sampling: of every request.
     """
 
@@ -49,6 +52,9 @@ class RunConfig:
     dtype: str = "float32"
     max_len: int = 2048
     slots: int = 4
+    mesh: str | None = None
+    draft_placement: str = "replicated"
+    expert_split: str = "auto"
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
@@ -90,6 +96,9 @@ class RunConfig:
             dtype=_dtype(engine.get("dtype", cls.dtype), label),
             max_len=_positive("max_len", engine.get("max_len", cls.max_len), label),
             slots=_positive("slots", engine.get("slots", cls.slots), label),
+            mesh=engine.get("mesh"),
+            draft_placement=_one_of(DRAFT_PLACEMENTS, "draft_placement", engine.get("draft_placement"), label),
+            expert_split=_one_of(EXPERT_SPLITS, "expert_split", engine.get("expert_split"), label),
         )
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -195,6 +204,13 @@ def _dtype(value: str, label: Label) -> str:
             "not a compute dtype", where=label("engine", "dtype"), found=value, expected="float32 or bfloat16"
         )
     return value
+
+
+def _one_of(known: tuple[str, ...], key: str, value: str | None, label: Label) -> str:
+    """The first of `known` where nothing is given."""
+    if value is not None and value not in known:
+        raise ConfigError("unknown choice", where=label("engine", key), found=repr(value), expected=" or ".join(known))
+    return value or known[0]
 
 
 def _positive(key: str, value: Any, label: Label) -> int:

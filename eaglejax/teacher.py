@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +26,7 @@ from eaglejax.speculation.sampling import draw
 from eaglejax.speculation.tree import Tree
 from eaglejax.speculation.verify import join_features
 
-# every logit [b, t, v] or [b, t, w]: the last axis as the head has it
-Program = Callable[..., tuple[Array, ...]]
+Program = Callable[..., Any]
 
 
 class Teacher:

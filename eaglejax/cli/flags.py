@@ -36,6 +36,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("dtype", "float32 (default) or bfloat16"),
         Flag("max_len", "tokens of prompt and answer together; default 2048"),
         Flag("slots", "requests decoded together; default 4"),
+        Flag(
+            "mesh",
+            "devices to spread over: model=8 splits the weights, data=2,model=4 also the slots; default: one device",
+        ),
+        Flag("draft_placement", "on a mesh: replicated (default: a copy of the draft on each device) or sharded"),
+        Flag("expert_split", "on a mesh: experts (whole ones on each device), width (a part of each), auto (default)"),
     ),
     "speculation": (
         Flag("speculation", "auto (default with a draft; for now a chain of 3) or none (plain decoding)"),
@@ -67,6 +73,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "output": (
         Flag("stream", "print the answer as it comes; default: on for a single prompt", "switch"),
         Flag("json", "one JSON object per answer on standard output", "switch"),
+    ),
+    "processes": (
+        Flag("coordinator", "HOST:PORT of process 0, where several processes run the mesh together"),
+        Flag("num_processes", "how many they are"),
+        Flag("process_id", "number of this one, from 0; process 0 prints the answers"),
     ),
     "run": (
         Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),

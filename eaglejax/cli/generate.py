@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError
+from eaglejax.cli.processes import join, read_processes
 from eaglejax.cli.prompts import read_flags
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
@@ -15,7 +16,7 @@ from eaglejax.config import Sampling
 if TYPE_CHECKING:
     from eaglejax.cli.session import Session
 
-GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "run")
+GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "processes", "run")
 
 
 def main(flags: FlagValues) -> int:
@@ -26,9 +27,13 @@ def main(flags: FlagValues) -> int:
     if stream and (as_json or len(prompts) > 1):
         raise UsageError("--stream prints one answer as it comes; leave it out with --json and with several prompts")
 
+    processes = read_processes(flags)
+
     # jax from here on
     from eaglejax.cli.session import Session
 
+    if processes is not None:
+        join(processes)
     session = Session(settings, report=bool(flags["report"].value))
     if len(prompts) == 1 and not as_json and stream is not False:
         _streamed(session, prompts[0], settings.sampling)

@@ -32,9 +32,7 @@ class GroupedQueryAttention(nnx.Module):
     Weights: q [h c, in], kv [2, k c, in], out [out, h c]; q_norm and k_norm [c]; sinks [h]. Split `over` devices, h and k are one device's.
     """
 
-    def __init__(
-        self, config: GQAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE
-    ):
+    def __init__(self, config: GQAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE):
         self.config = config = local_attention(config, over)
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = Linear(in_features, width, axes=("h", "d"), dtype=dtype, use_bias=config.qkv_bias, over=over)

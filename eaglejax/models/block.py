@@ -47,9 +47,7 @@ class Block(nnx.Module):
     ):
         split = split or LayerSplit()
         self.input_norm = RMSNorm(hidden_size, norm_eps, dtype=dtype)
-        self.attention = build_attention(
-            config.attention, hidden_size, hidden_size, dtype=dtype, over=split.attention
-        )
+        self.attention = build_attention(config.attention, hidden_size, hidden_size, dtype=dtype, over=split.attention)
         self.post_norm = RMSNorm(hidden_size, norm_eps, dtype=dtype)
         self.mlp = build_mlp(config.mlp, hidden_size, dtype=dtype, split=split)
 

@@ -109,9 +109,7 @@ class MLP(nnx.Module):
         """`summed`: over what the result is summed here, by default `over`; WHOLE leaves that to the caller."""
         config = local_dense(config, over)
         bias, summed = config.bias, over if summed is None else summed
-        self.gate_up = Linear(
-            features, (2, config.width), axes=(None, "f", "d"), dtype=dtype, use_bias=bias, over=over
-        )
+        self.gate_up = Linear(features, (2, config.width), axes=(None, "f", "d"), dtype=dtype, use_bias=bias, over=over)
         self.down = Linear(
             config.width, features, axes=("d", "f"), dtype=dtype, use_bias=bias, over=over, summed=summed
         )

@@ -28,9 +28,7 @@ class LatentAttention(nnx.Module):
     the latent is the same on all.
     """
 
-    def __init__(
-        self, config: MLAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE
-    ):
+    def __init__(self, config: MLAConfig, in_features: int, out_features: int, *, dtype: DTypeLike, over: Over = WHOLE):
         self.config = config = local_attention(config, over)
         heads, latent = config.heads, config.kv_lora_rank
         q_width = heads * (config.nope_dim + config.rope_dim)

@@ -47,9 +47,7 @@ class Target(nnx.Module):
             ]
         )
         self.norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        head = lambda: Linear(
-            size, split.vocab.part(config.vocab_size), axes=("v", "d"), dtype=dtype, over=split.vocab
-        )
+        head = lambda: Linear(size, split.vocab.part(config.vocab_size), axes=("v", "d"), dtype=dtype, over=split.vocab)
         self.head = None if config.tie_embeddings else head()
 
     def __call__(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 Specs = P | list[P]
+EVERYWHERE = P()  # the same on all devices
 
 
 def spec_of(variable: nnx.Variable) -> P:
@@ -43,8 +44,8 @@ def arrange(value: Shaped[Array | np.ndarray, "..."], variable: nnx.Variable, me
     return place(value, mesh, spec_of(variable))
 
 
-def weight_specs(state: nnx.State) -> list[P]:
-    """The spec of every weight, in the order of the leaves."""
+def weight_specs(state: Any) -> list[P]:
+    """The spec of every weight of a module's `nnx.State`, in the order of the leaves."""
     return [spec_of(variable) for variable in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))]
 
 
@@ -62,7 +63,7 @@ def shapes_on(mesh: Mesh | None, tree: Any, specs: Specs) -> Any:
     )
 
 
-def place(value: Any, mesh: Mesh | None, spec: P = P()) -> Array:
+def place(value: Any, mesh: Mesh | None, spec: P = EVERYWHERE) -> Array:
     """A host array on the devices; every process gives the same value."""
     value = np.asarray(value)
     if mesh is None:

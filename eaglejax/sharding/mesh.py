@@ -18,7 +18,7 @@ EXPECTED = '"model=8", "data=2,model=4", a jax.sharding.Mesh with axes out of "d
 
 def mesh_sizes(text: str) -> dict[str, int]:
     """Devices along each axis, from text such as "data=2,model=4"; an axis that is not named has 1. Raises ConfigError."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     named: set[str] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import (
@@ -18,8 +17,8 @@ from eaglejax.models.config import (
 from eaglejax.models.split import UNSPLIT, WHOLE, LayerSplit, ModelSplit, Over
 from eaglejax.sharding.mesh import MODEL
 
-ExpertSplit = Literal["auto", "experts", "width"]
-DraftPlacement = Literal["replicated", "sharded"]
+ExpertSplit = str  # "auto", "experts" or "width"
+DraftPlacement = str  # "replicated" or "sharded"
 
 
 @dataclass(frozen=True)

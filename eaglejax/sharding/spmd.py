@@ -19,7 +19,7 @@ from eaglejax.speculation.state import Models, Request, State
 
 
 def cache_specs(model: Target | Draft) -> list[P]:
-    """Specs of the caches' leaves: slots over the data axis, KV heads as the attention has them; a latent cache is the same on all devices."""
+    """Specs of the caches' leaves: slots over the data axis, KV heads as the attention has them; a latent cache is whole everywhere."""
     layers = model.layers if isinstance(model, Target) else (model.first, *model.others)
     specs: list[P] = []
     for index, layer in enumerate(layers):

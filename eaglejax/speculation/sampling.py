@@ -57,7 +57,10 @@ def _gumbel_of(words: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
 def gumbel(
     seed: UInt32[Array, "b 2"], positions: Int[Array, "b t"], count: int, first: Int[Array, ""] | int = 0
 ) -> Float[Array, "b t v"]:
-    """Noise g(seed, position, id) for `count` ids from `first` on, a multiple of `count`. One block of the generator serves ids 2n and 2n + 1."""
+    """Noise g(seed, position, id) for `count` ids from `first` on, a multiple of `count`.
+
+    One block of the generator serves ids 2n and 2n + 1.
+    """
     if isinstance(first, Array) and count % 2:
         return gumbel_at(seed, positions, first + jnp.arange(count, dtype=jnp.int32))
     half = jnp.arange((count + 1) // 2, dtype=jnp.uint32) + jnp.asarray(first // 2, jnp.uint32)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eaglejax.config import Speculation
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import KVRows
+from eaglejax.models.split import UNSPLIT
 from eaglejax.speculation.draft import Tip, grow
 from eaglejax.speculation.programs import empty_request
 from eaglejax.speculation.tree import Pool, ancestors, rerank
@@ -36,6 +37,7 @@ class ToyDraft(Draft):
         self.c, self.table = rng.normal(size=(VOCAB, WIDTH)) * 2, rng.normal(size=(VOCAB, WIDTH))
         self.start = rng.normal(size=WIDTH)
         self.target_ids = jnp.arange(VOCAB, dtype=jnp.int32) * 3 + 1  # target ids are not draft ids
+        self.split = UNSPLIT
 
     def __call__(self, tokens, hidden, step, caches, earlier=None):
         table = jnp.asarray(self.table, jnp.float32)
