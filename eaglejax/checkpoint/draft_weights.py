@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Shaped
 
 from eaglejax.checkpoint.draft_names import SCALE, DraftTensors
+from eaglejax.checkpoint.finite import refuse_nonfinite
 from eaglejax.checkpoint.tensors import CheckpointReader
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import DraftConfig, LayerConfig, MLAConfig
@@ -181,10 +182,13 @@ def read_parameter(
 def _dequantised(reader: CheckpointReader, tensors: DraftTensors, name: str) -> Shaped[np.ndarray, "..."]:
     info = tensors.infos[name]
     array = reader.read(info.name)
+    refuse_nonfinite(array, info)
     scale = tensors.infos.get(name + SCALE)
     if scale is None:
         return array
-    factors = reader.read(scale.name).astype(np.float32)
+    factors = reader.read(scale.name)
+    refuse_nonfinite(factors, scale)
+    factors = factors.astype(np.float32)
     if factors.size == info.shape[0]:
         factors = factors.reshape(-1, *[1] * (len(info.shape) - 1))
     return array.astype(np.float32) * factors

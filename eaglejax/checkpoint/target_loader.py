@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import DTypeLike
 
+from eaglejax.checkpoint.finite import refuse_nonfinite
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
 from eaglejax.checkpoint.reader import CheckpointReader, TensorInfo, open_checkpoint
 from eaglejax.checkpoint.weight_plan import Plan, Recipe, Stems, target_plan
@@ -136,6 +137,8 @@ def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader
         buffer = np.empty(shape, dtype)
         for part in chosen[leaf]:
             values = reader.read(part.name)
+            # rows of padding are dropped, whatever they hold
+            refuse_nonfinite(values[: part.shape[0]], reader.tensors[part.name])
             buffer[part.place] = values if part.view is None else part.view(values)
         variable.set_value(jax.device_put(buffer))
 
