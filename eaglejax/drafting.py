@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.config import Speculation
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.generation import DraftScore, TreeView
+from eaglejax.generation import DraftScore, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import causal_step
 from eaglejax.speculation import draft as drafting
 from eaglejax.speculation.programs import empty_request, pad_rows, teacher_bucket, token_row
-from eaglejax.speculation.tree import Tree
+from eaglejax.speculation.tree import Tree as DeviceTree
 
 
 class StandaloneDraft:
@@ -63,7 +63,7 @@ class StandaloneDraft:
         aux_hidden: Float[Array, "n f"] | Float[np.ndarray, "n f"],
         token_ids: Sequence[int],
         speculation: Speculation,
-    ) -> TreeView:
+    ) -> Tree:
         """The tree below the last token, at temperature 0."""
         check_tree(speculation, self.draft.config.draft_vocab_size)
         rows, tokens, features = self._inputs(aux_hidden, token_ids)
@@ -99,9 +99,9 @@ def check_tree(spec: Speculation, draft_vocab_size: int) -> None:
         )
 
 
-def view(tree: Tree) -> TreeView:
+def view(tree: DeviceTree) -> Tree:
     """The first slot's tree as numpy arrays."""
-    return TreeView(**{name: np.asarray(getattr(tree, name)[0]) for name in TreeView.__dataclass_fields__})
+    return Tree(**{name: np.asarray(getattr(tree, name)[0]) for name in Tree.__dataclass_fields__})
 
 
 def load_draft(

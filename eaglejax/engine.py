@@ -14,7 +14,7 @@ from eaglejax import teacher
 from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
+from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.speculation.programs import Programs
@@ -203,7 +203,7 @@ class EagleJaxEngine:
         draft, boundaries = self._need_draft()
         return teacher.draft_score(self._pair.target, draft, boundaries, self._ids(token_ids, 2))
 
-    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> TreeView:
+    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
         """The tree the draft grows below the last token, at temperature 0."""
         draft, boundaries = self._need_draft()
         spec = self._setting(speculation)

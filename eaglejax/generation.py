@@ -90,7 +90,7 @@ class DraftScore:
 
 
 @dataclass(frozen=True)
-class TreeView:
+class Tree:
     """A draft tree of n nodes, parents before children; node 0 is the root, the last given token."""
 
     tokens: Int[np.ndarray, " n"]

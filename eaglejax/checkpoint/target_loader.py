@@ -165,6 +165,11 @@ def _report(
         report.note(SECTION, f"assumed: {line}")
     if reading.unread:
         report.note(SECTION, f"config keys that are not used: {', '.join(reading.unread)}")
+    if reading.doubtful:
+        report.warn(
+            f"config keys of the target that EagleJax does not know and does not use: {', '.join(reading.doubtful)}."
+            " If the model needs them, its answers are wrong"
+        )
 
 
 def _sort_leftovers(
