@@ -11,7 +11,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import given
-from eaglejax.cli.prompts import system_message
+from eaglejax.cli.prompts import require_tokenizer, system_message
 from eaglejax.cli.settings import read_settings
 from eaglejax.errors import PromptError
 
@@ -21,6 +21,7 @@ GROUPS = ("system", "model", "speculation", "sampling", "run")
 def main(flags: FlagValues) -> int:
     settings = read_settings(flags)
     beginning = system_message(given(flags, "system"))
+    require_tokenizer(settings.model, "chat")
 
     # jax from here on
     from eaglejax.cli.answers import closing_line

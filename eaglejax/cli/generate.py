@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError
-from eaglejax.cli.prompts import read_flags
+from eaglejax.cli.prompts import read_flags, require_tokenizer, text_flag
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
 
@@ -25,6 +25,9 @@ def main(flags: FlagValues) -> int:
     stream = flags["stream"].value
     if stream and (as_json or len(prompts) > 1):
         raise UsageError("--stream prints one answer as it comes; leave it out with --json and with several prompts")
+
+    if (needs_text := text_flag(prompts, settings.sampling.stop)) is not None:
+        require_tokenizer(settings.model, needs_text)
 
     # jax from here on
     from eaglejax.cli.session import Session
