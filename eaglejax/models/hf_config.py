@@ -58,7 +58,9 @@ DOUBTFUL = re.compile(
     r"(^|_)dim|factor|beta|theta|rank|freq|depth|width|share|dense|sparse|hash|memory|state|branch|stream|hyper"
 )
 # What stands beside the text part of a multimodal config.
-OTHER_PARTS = re.compile(r"vision|image|video|media|audio|projector|^mm_|^text_config$|^tie_word_embeddings$|^ignore_index$")
+OTHER_PARTS = re.compile(
+    r"vision|image|video|media|audio|projector|^mm_|^text_config$|^tie_word_embeddings$|^ignore_index$"
+)
 
 
 class HFConfig:
@@ -155,7 +157,7 @@ class HFConfig:
 
 
 def doubtful_outside(outer: Mapping[str, Any], text: Mapping[str, Any]) -> list[str]:
-    """"key = value" of each unknown key beside the text part of a multimodal config that could change the text model.
+    """ "key = value" of each unknown key beside the text part of a multimodal config that could change the text model.
 
     Never refused: what stands there mostly belongs to the other parts.
     """

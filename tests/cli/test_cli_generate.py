@@ -245,7 +245,9 @@ def test_text_without_a_tokenizer_is_refused_before_weights_are_read(capsys, dat
 def test_token_ids_need_no_tokenizer(capsys, data, tmp_path):
     target = write_target(tmp_path / "target", data / "text" / "letters")
     (target / "tokenizer.json").unlink()
-    assert run(["generate", "--token_ids=0,1", "--max_new_tokens=3", "--json", f"--model={target}", "--max_len=64"]) == 0
+    assert (
+        run(["generate", "--token_ids=0,1", "--max_new_tokens=3", "--json", f"--model={target}", "--max_len=64"]) == 0
+    )
     (answer,) = answers(capsys)
     assert answer["token_ids"] == [2, 3, 4]
 

@@ -93,7 +93,9 @@ def test_trial_12_at_position_3000(tmp_path, kind):
 def states(tokens: list[int]) -> np.ndarray:
     """What Kit M's target captures at pairs.CAPTURE: the token's one-hot, and a tag for each block that was passed."""
     tags = [np.concatenate([np.ones(b), np.zeros(64 - b)]) for b in pairs.CAPTURE]
-    return np.concatenate([np.concatenate([np.eye(64)[t], tag]) for t in tokens for tag in tags]).reshape(len(tokens), -1)
+    return np.concatenate([np.concatenate([np.eye(64)[t], tag]) for t in tokens for tag in tags]).reshape(
+        len(tokens), -1
+    )
 
 
 def accepted_in_numpy(folder: str, prompt: list[int], text: list[int], last: int | None = None) -> list[int]:
