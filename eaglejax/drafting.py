@@ -89,9 +89,7 @@ class StandaloneDraft:
                 found=f"{features.shape} with {rows + 1} token ids",
                 expected=f"({rows}, {width})",
             )
-        (ids,) = parse_prompts(
-            [list(token_ids)], None, vocab_size=self.draft.config.vocab_size, max_len=len(token_ids)
-        )
+        (ids,) = parse_prompts([list(token_ids)], None, vocab_size=self.draft.config.vocab_size, max_len=len(token_ids))
         size = teacher_bucket(rows)
         return rows, token_row(ids[1:], size), jnp.asarray(pad_rows(features, size)[None], self._dtype)
 

@@ -28,6 +28,7 @@ class Stats:
 
     @property
     def cycles(self) -> int:
+        """Rounds of drafting and verification; plain decoding counts each step as one."""
         return len(self.accepted_per_cycle)
 
     @property

@@ -46,6 +46,7 @@ class Source:
         return shape[1:] if self.stacked else shape
 
     def combine(self, arrays: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
+        """The parameter of the named tensors, as `expected` has their shapes."""
         if self.stacked:
             return np.stack(arrays)
         if not self.part:
@@ -160,11 +161,11 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
             expected=", ".join(FLOATS + QUANTISED),
         )
     if scale is None:
-        raise CheckpointError(f"{info.dtype} weights need their factors", where=where, found=f"no {name}{SCALE}")
+        raise CheckpointError(f"{info.dtype} weights need their scales", where=where, found=f"no {name}{SCALE}")
     rows = info.shape[0]
     if scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or scale.dtype not in FLOATS:
         raise CheckpointError(
-            "factors of this shape are not supported",
+            "scales of this shape are not supported",
             where=f"{where}{SCALE}",
             found=f"{scale.dtype} {list(scale.shape)}",
             expected=[rows, 1],
@@ -174,7 +175,7 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
 def read_parameter(
     reader: CheckpointReader, tensors: DraftTensors, source: Source, dtype: DTypeLike
 ) -> Shaped[Array, "..."]:
-    """One parameter in the compute dtype; integer and float8 weights are multiplied by their factors in float32."""
+    """One parameter in the compute dtype; integer and float8 weights are multiplied by their scales in float32."""
     arrays = [_dequantised(reader, tensors, name) for name in source.names]
     return jnp.asarray(source.combine(arrays).astype(jnp.dtype(dtype)))
 

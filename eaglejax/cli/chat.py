@@ -19,6 +19,7 @@ GROUPS = ("system", "model", "speculation", "sampling", "run")
 
 
 def main(flags: FlagValues) -> int:
+    """The command; returns its exit code. Raises UsageError and EagleJaxError, which `main.run` turns into messages."""
     settings = read_settings(flags)
     beginning = system_message(given(flags, "system"))
     require_tokenizer(settings.model, "chat")

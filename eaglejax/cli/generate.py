@@ -19,6 +19,7 @@ GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "ru
 
 
 def main(flags: FlagValues) -> int:
+    """The command; returns its exit code. Raises UsageError and EagleJaxError, which `main.run` turns into messages."""
     settings = read_settings(flags)
     prompts = read_flags(flags)
     as_json = bool(flags["json"].value)

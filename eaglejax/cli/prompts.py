@@ -89,4 +89,5 @@ def text_flag(prompts: list[Any], stop: Any) -> str | None:
 
 
 def system_message(text: str | None) -> list[dict[str, Any]]:
+    """The beginning of a conversation: the system message, or nothing."""
     return [] if text is None else [{"role": "system", "content": text}]

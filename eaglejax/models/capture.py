@@ -39,6 +39,7 @@ class CaptureReading:
 
     @property
     def ambiguous(self) -> bool:
+        """Whether two readings fit, of which the first was taken for now."""
         return bool(self.alternatives)
 
 
