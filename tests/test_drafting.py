@@ -22,7 +22,6 @@ STATES = np.zeros((3, 3 * 128), np.float32)
     [
         ([1, 2, 3, 64], r"outside the target's vocabulary; found 64; expected 0 to 63"),
         ([1, 2, -1, 4], "outside the target's vocabulary; found -1"),
-        ([1, 2, 3.5, 4], "not a token id; found 3.5"),
         ([1, 2, 3], "aux_hidden: needs one captured state per token but the last"),
     ],
 )
