@@ -8,17 +8,18 @@ if TYPE_CHECKING:
     from eaglejax.config import Sampling, Speculation
     from eaglejax.drafting import load_draft
     from eaglejax.engine import EagleJaxEngine
-    from eaglejax.generation import Generation
+    from eaglejax.generation import Generation, Tree
 
 __version__ = "0.1.0"
 
-__all__ = ["EagleJaxEngine", "Generation", "Sampling", "Speculation", "load_draft"]
+__all__ = ["EagleJaxEngine", "Generation", "Sampling", "Speculation", "Tree", "load_draft"]
 
 _HOMES = {
     "EagleJaxEngine": "eaglejax.engine",
     "Generation": "eaglejax.generation",
     "Sampling": "eaglejax.config",
     "Speculation": "eaglejax.config",
+    "Tree": "eaglejax.generation",
     "load_draft": "eaglejax.drafting",
 }
 

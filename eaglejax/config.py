@@ -123,7 +123,7 @@ class Speculation:
         scales = tuple(scale) if many else (scale,) * max(steps, 1)  # pyright: ignore[reportArgumentType]
         if len(scales) != max(steps, 1):
             raise ConfigError(
-                "one positive number, or one per level",
+                "must be one positive number, or one per level",
                 where="score_temperature",
                 found=scale,
                 expected=f"{steps} numbers > 0",
@@ -200,7 +200,7 @@ class Sampling:
                 raise ConfigError("not a list", where=name, found=repr(value), expected="a list, empty for none")
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError("stop strings are non-empty text", where="stop", found=self.stop)
+            raise ConfigError("stop strings must be non-empty text", where="stop", found=self.stop)
         put("stop", tuple(stop))
         ids = [whole_number("stop_token_ids", i, 0, INT32) for i in self.stop_token_ids]
         put("stop_token_ids", tuple(ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +14,17 @@ from jaxtyping import Array, Float, Int
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.config import Speculation
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.generation import DraftScore, TreeView
+from eaglejax.generation import DraftScore, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import causal_step
 from eaglejax.sharding.layout import fetch
 from eaglejax.speculation import draft as drafting
 from eaglejax.speculation.programs import empty_request, pad_rows, teacher_bucket, token_row
-from eaglejax.speculation.tree import Tree
+from eaglejax.speculation.tree import Tree as DeviceTree
+from eaglejax.text.prompts import parse_prompts
+
+DTYPES = ("float32", "bfloat16")
 
 
 class StandaloneDraft:
@@ -54,7 +57,10 @@ class StandaloneDraft:
         self._propose = jax.jit(propose, static_argnames="spec")
 
     def score(self, aux_hidden: Float[Array, "n f"] | Float[np.ndarray, "n f"], token_ids: Sequence[int]) -> DraftScore:
-        """Hidden states [n, d] before the final norm and logits [n, w] over the draft vocabulary."""
+        """Hidden states [n, d] before the final norm and logits [n, w] over the draft vocabulary.
+
+        Raises PromptError for shapes that do not fit each other and for ids outside the embedding's rows.
+        """
         rows, tokens, features = self._inputs(aux_hidden, token_ids)
         hidden, logits = self._score(self._arrays, tokens, features)
         return DraftScore(np.asarray(logits[0, :rows]), np.asarray(hidden[0, :rows]))
@@ -64,8 +70,11 @@ class StandaloneDraft:
         aux_hidden: Float[Array, "n f"] | Float[np.ndarray, "n f"],
         token_ids: Sequence[int],
         speculation: Speculation,
-    ) -> TreeView:
-        """The tree below the last token, at temperature 0."""
+    ) -> Tree:
+        """The tree below the last token, at temperature 0, in the words of `eaglejax.Tree`.
+
+        Raises ConfigError for a tree that this draft cannot fill, PromptError as `score` does.
+        """
         check_tree(speculation, self.draft.config.draft_vocab_size)
         rows, tokens, features = self._inputs(aux_hidden, token_ids)
         return view(self._propose(self._arrays, tokens, features, jnp.asarray([rows], jnp.int32), speculation))
@@ -76,17 +85,20 @@ class StandaloneDraft:
         width = self.draft.config.target_hidden_size * self.draft.config.captures
         if features.shape != (rows, width) or rows < 1:
             raise PromptError(
-                "one captured state per token but the last",
+                "needs one captured state per token but the last",
                 where="aux_hidden",
                 found=f"{features.shape} with {rows + 1} token ids",
                 expected=f"({rows}, {width})",
             )
+        (ids,) = parse_prompts([list(token_ids)], None, vocab_size=self.draft.config.vocab_size, max_len=len(token_ids))
         size = teacher_bucket(rows)
-        return rows, token_row(list(token_ids[1:]), size), jnp.asarray(pad_rows(features, size)[None], self._dtype)
+        return rows, token_row(ids[1:], size), jnp.asarray(pad_rows(features, size)[None], self._dtype)
 
 
 def check_tree(spec: Speculation, draft_vocab_size: int) -> None:
     """Refuse trees that this draft cannot fill."""
+    if not isinstance(spec, Speculation):
+        raise ConfigError("not a tree", where="speculation", found=repr(spec)[:80], expected="a Speculation")
     if spec.num_steps < 1:
         raise ConfigError(
             "a tree has at least one level", where="num_steps", found=spec.num_steps, expected="1 or more"
@@ -100,9 +112,18 @@ def check_tree(spec: Speculation, draft_vocab_size: int) -> None:
         )
 
 
-def view(tree: Tree) -> TreeView:
+def check_draft_config(draft_config: Any) -> None:
+    """Refuse anything but None or a table of config keys."""
+    if draft_config is None or (isinstance(draft_config, Mapping) and all(isinstance(k, str) for k in draft_config)):
+        return
+    raise ConfigError(
+        "not a table of config keys", where="draft_config", found=repr(draft_config)[:80], expected="a dict"
+    )
+
+
+def view(tree: DeviceTree) -> Tree:
     """The first slot's tree as numpy arrays."""
-    return TreeView(**{name: fetch(getattr(tree, name))[0] for name in TreeView.__dataclass_fields__})
+    return Tree(**{name: fetch(getattr(tree, name))[0] for name in Tree.__dataclass_fields__})
 
 
 def load_draft(
@@ -111,15 +132,29 @@ def load_draft(
     target_embedding: Float[np.ndarray, "v d"] | Float[Array, "v d"] | None = None,
     dtype: str = "float32",
     capture: str | Sequence[int] = "auto",
+    draft_config: Mapping[str, Any] | None = None,
 ) -> StandaloneDraft:
     """Load a draft without its target.
 
     Arguments:
+        folder: a folder in Hugging Face format, a built-in name, or a hub id.
         target_embedding: [v, d], where the folder holds no embedding of its own.
-        capture: as in `EagleJaxEngine.from_pretrained`.
+        dtype: "float32" or "bfloat16"; weights are converted to it.
+        capture, draft_config: as in `EagleJaxEngine.from_pretrained`.
+
+    Raises CheckpointError or ConfigError; the message says what, where, found, expected and what to do.
     """
+    check_draft_config(draft_config)
+    if dtype not in DTYPES:
+        raise ConfigError("not a compute dtype", where="dtype", found=repr(dtype), expected=" or ".join(DTYPES))
     report = LoadReport()
     loaded = read_draft(
-        folder, dtype=dtype, target=None, target_embedding=target_embedding, capture=capture, report=report
+        folder,
+        dtype=dtype,
+        target=None,
+        target_embedding=target_embedding,
+        capture=capture,
+        overrides=draft_config,
+        report=report,
     )
     return StandaloneDraft(loaded.draft, report, dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.generation import Chunk, DraftScore, Generation, Score, TreeView
+from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.sharding.mesh import build_mesh
@@ -92,9 +92,7 @@ class EagleJaxEngine:
         """
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
-        for name, value in (("max_len", max_len), ("slots", slots)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError("a positive whole number", where=name, found=repr(value))
+        max_len, slots = whole_number("max_len", max_len, 1), whole_number("slots", slots, 1)
         if draft is None and isinstance(speculation, Speculation) and speculation.num_steps:
             raise ConfigError(
                 "a tree needs a draft",
@@ -144,6 +142,7 @@ class EagleJaxEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Text to ids and back (`text/interface.py`). Raises ConfigError where the checkpoint has none."""
         if self._pair.tokenizer is None:
             raise ConfigError(
                 "this checkpoint has no tokenizer",
@@ -179,6 +178,9 @@ class EagleJaxEngine:
             speculation: overrides the engine's setting for this call; None is plain decoding.
 
         Returns: one Generation per prompt, in order. More prompts than slots run in waves.
+
+        Raises PromptError naming the prompt (empty, too long, an id out of range, text without a tokenizer), and ConfigError for a
+        tree that this pair cannot grow or samplings that do not fit the prompts; both before anything runs.
         """
         jobs = self._jobs(prompts, sampling)
         spec = self._setting(speculation)
@@ -201,6 +203,8 @@ class EagleJaxEngine:
 
         Arguments:
             cycles: cycles of the compiled loop between two pieces.
+
+        Raises as `generate` does, before the first piece.
         """
         jobs = self._jobs(prompt, sampling)
         if len(jobs) != 1:
@@ -219,13 +223,19 @@ class EagleJaxEngine:
         *,
         speculation: Override = _ENGINE,
     ) -> Generation:
-        """The answer to one conversation: messages of {"role": .., "content": ..}, through the checkpoint's own chat template."""
+        """The answer to one conversation: messages of {"role": .., "content": ..}, through the checkpoint's own chat template.
+
+        Raises as `generate` does, and CheckpointError where the checkpoint has no chat template.
+        """
         return self.generate([parse_messages(messages)], sampling, speculation=speculation)[0]
 
     # looking inside
 
     def score(self, token_ids: Sequence[int]) -> Score:
-        """Teacher-forced pass of the target: logits [t, v] and the residual stream [t, d] at every boundary 0..L."""
+        """Teacher-forced pass of the target: logits [t, v] and the residual stream [t, d] at every boundary 0..L.
+
+        Raises PromptError for ids that are none of the target's, and for more of them than its context.
+        """
         ids = self._ids(token_ids, 1)
         agree("score", ids)
         return self._teacher.score(ids)
@@ -233,15 +243,15 @@ class EagleJaxEngine:
     def draft_score(self, token_ids: Sequence[int]) -> DraftScore:
         """Teacher-forced pass of the draft: logits [t-1, w] and hidden [t-1, d].
 
-        Row i has token i + 1 beside the target's features of position i.
+        Row i has token i + 1 beside the target's features of position i. Raises as `score` does, and ConfigError without a draft.
         """
         _, boundaries = self._need_draft()
         ids = self._ids(token_ids, 2)
         agree("draft_score", ids)
         return self._teacher.draft_score(boundaries, ids)
 
-    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> TreeView:
-        """The tree the draft grows below the last token, at temperature 0."""
+    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
+        """The tree the draft grows below the last token, at temperature 0. Raises as `draft_score` does."""
         draft, boundaries = self._need_draft()
         spec = self._setting(speculation)
         if not spec.num_steps:  # an engine set to plain decoding still shows trees
@@ -282,7 +292,7 @@ class EagleJaxEngine:
 
     def _need_draft(self):
         if self._pair.draft is None:
-            raise ConfigError("no draft was loaded", where="draft", expected="from_pretrained(..., draft=...)")
+            raise ConfigError("no draft was loaded", where="draft", fix="load the engine with draft=")
         assert self._pair.capture is not None
         return self._pair.draft, self._pair.capture.boundaries
 
@@ -303,7 +313,11 @@ class EagleJaxEngine:
                 "not a Sampling", where="sampling", found=repr(sampling)[:80], expected="one, or a list of them"
             )
         if len(samplings) != len(ids):
-            raise ConfigError("one Sampling per prompt", where="sampling", found=len(samplings), expected=len(ids))
+            raise ConfigError(
+                "needs as many as there are prompts, or a single one for all",
+                where="sampling",
+                found=f"{len(samplings)} for {len(ids)} prompts",
+            )
         jobs = []
         for prompt, asked in zip(ids, samplings, strict=True):
             stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)

@@ -28,6 +28,7 @@ class Stats:
 
     @property
     def cycles(self) -> int:
+        """Rounds of drafting and verification; plain decoding counts each step as one."""
         return len(self.accepted_per_cycle)
 
     @property
@@ -90,7 +91,7 @@ class DraftScore:
 
 
 @dataclass(frozen=True)
-class TreeView:
+class Tree:
     """A draft tree of n nodes, parents before children; node 0 is the root, the last given token."""
 
     tokens: Int[np.ndarray, " n"]

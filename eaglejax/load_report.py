@@ -16,6 +16,7 @@ class LoadReport:
     warnings: list[str] = field(default_factory=list)
 
     def note(self, section: str, line: str) -> None:
+        """A line of a section: "target", "draft", "text", "kernels", "speculation"."""
         self.notes.setdefault(section, []).append(line)
 
     def warn(self, line: str) -> None:

@@ -14,6 +14,7 @@ from eaglejax.checkpoint.draft_loader import facts_of, inspect_draft, load_plan
 from eaglejax.checkpoint.json_file import read_config
 from eaglejax.checkpoint.source import Source, resolve
 from eaglejax.checkpoint.target_loader import build_target, check_target, open_target
+from eaglejax.drafting import check_draft_config
 from eaglejax.errors import ConfigError
 from eaglejax.kernels import select
 from eaglejax.load_report import LoadReport
@@ -56,12 +57,7 @@ def load_pair(
     Raises CheckpointError or ConfigError; see `EagleJaxEngine.from_pretrained`.
     """
     report = LoadReport()
-    if draft_config is not None and not (
-        isinstance(draft_config, Mapping) and all(isinstance(k, str) for k in draft_config)
-    ):
-        raise ConfigError(
-            "not a table of config keys", where="draft_config", found=repr(draft_config)[:80], expected="a dict"
-        )
+    check_draft_config(draft_config)
     source = resolve(model)
     draft_source = resolve(draft) if draft is not None else None
     if draft_source is not None:

@@ -122,7 +122,7 @@ def read_tables(path: str | Path) -> Tables:
             )
         if not isinstance(table, dict):
             raise ConfigError(
-                "a section, not a value", where=f"{path}: {section}", found=repr(table), expected=f"[{section}]"
+                "must be a section, not a value", where=f"{path}: {section}", found=repr(table), expected=f"[{section}]"
             )
         for key in table:
             if key not in KEYS[section]:
@@ -134,7 +134,7 @@ def _unknown(what: str, where: object, name: str, known: Any) -> ConfigError:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     # a key of another section is the commonest slip
     home = next((section for section, keys in KEYS.items() if name in keys), None)
-    fix = f"did you mean {near[0]}?" if near else f"it belongs into [{home}]" if home else None
+    fix = f"did you mean {near[0]}?" if near else f"it belongs in [{home}]" if home else None
     return ConfigError(what, where=where, found=name, expected=f"one of {', '.join(known)}", fix=fix)
 
 
@@ -170,7 +170,9 @@ def _speculation(table: dict[str, Any], label: Label) -> Speculation | Literal["
     tree = {key: value for key, value in table.items() if key != "mode"}
     mode = table.get("mode")
     if mode not in (None, "auto", "none"):
-        raise ConfigError("unknown", where=label("speculation", "mode"), found=repr(mode), expected='"auto" or "none"')
+        raise ConfigError(
+            "unknown mode", where=label("speculation", "mode"), found=repr(mode), expected='"auto" or "none"'
+        )
     if mode is not None and tree:
         raise ConfigError(
             "a mode and a tree exclude each other",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eaglejax import Sampling, Speculation
+from eaglejax import EagleJaxEngine, Sampling, Speculation
 from eaglejax.errors import ConfigError
 
 
@@ -41,3 +41,17 @@ def test_impossible_trees_are_refused_by_name(values):
 
 def test_numbers_may_be_text_or_numpy():
     assert Speculation(num_steps="3", topk=np.int64(1), score_temperature="1.0") == Speculation(3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"max_len": 0}, "max_len: out of range; found 0; expected at least 1"),
+        ({"slots": -2}, "slots: out of range; found -2; expected at least 1"),
+        ({"max_len": True}, "max_len: not a whole number; found True"),
+    ],
+    ids=str,
+)
+def test_impossible_engines_are_refused_before_anything_is_opened(values, words):
+    with pytest.raises(ConfigError, match=words):
+        EagleJaxEngine.from_pretrained("no/such/model", **values)

@@ -91,9 +91,9 @@ def test_which_draft_is_meant(tmp_path, text, draft, speculation):
     ("text", "words"),
     [
         ("[sampling]\ntemprature = 1", ["[sampling]", "temprature", "did you mean temperature?"]),
-        ("[sampling]\nslots = 1", ["[sampling]", "slots", "it belongs into [engine]"]),
+        ("[sampling]\nslots = 1", ["[sampling]", "slots", "it belongs in [engine]"]),
         ("[sampler]\n", ["unknown section", "sampler", "did you mean sampling?"]),
-        ("max_len = 3\n", ["outside of any section", "max_len", "it belongs into [engine]"]),
+        ("max_len = 3\n", ["outside of any section", "max_len", "it belongs in [engine]"]),
         ("sampling = 3\n", ["sampling", "found 3", "[sampling]"]),
         ("[sampling]\ntop_p = 3", ["[sampling] top_p", "found 3", "above 0, up to 1"]),
         ("[sampling]\ntop_p = [1]", ["[sampling] top_p", "not a number"]),

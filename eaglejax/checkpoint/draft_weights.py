@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Shaped
 
 from eaglejax.checkpoint.draft_names import SCALE, DraftTensors
+from eaglejax.checkpoint.finite import refuse_nonfinite
 from eaglejax.checkpoint.tensors import CheckpointReader
 from eaglejax.errors import CheckpointError
 from eaglejax.models.config import DraftConfig, LayerConfig, MLAConfig
@@ -45,6 +46,7 @@ class Source:
         return shape[1:] if self.stacked else shape
 
     def combine(self, arrays: list[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
+        """The parameter of the named tensors, as `expected` has their shapes."""
         if self.stacked:
             return np.stack(arrays)
         if not self.part:
@@ -159,11 +161,11 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
             expected=", ".join(FLOATS + QUANTISED),
         )
     if scale is None:
-        raise CheckpointError(f"{info.dtype} weights need their factors", where=where, found=f"no {name}{SCALE}")
+        raise CheckpointError(f"{info.dtype} weights need their scales", where=where, found=f"no {name}{SCALE}")
     rows = info.shape[0]
     if scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or scale.dtype not in FLOATS:
         raise CheckpointError(
-            "factors of this shape are not supported",
+            "scales of this shape are not supported",
             where=f"{where}{SCALE}",
             found=f"{scale.dtype} {list(scale.shape)}",
             expected=[rows, 1],
@@ -173,7 +175,7 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
 def read_parameter(
     reader: CheckpointReader, tensors: DraftTensors, source: Source, dtype: DTypeLike
 ) -> Shaped[Array, "..."]:
-    """One parameter in the compute dtype; integer and float8 weights are multiplied by their factors in float32."""
+    """One parameter in the compute dtype; integer and float8 weights are multiplied by their scales in float32."""
     arrays = [_dequantised(reader, tensors, name) for name in source.names]
     return jnp.asarray(source.combine(arrays).astype(jnp.dtype(dtype)))
 
@@ -181,10 +183,13 @@ def read_parameter(
 def _dequantised(reader: CheckpointReader, tensors: DraftTensors, name: str) -> Shaped[np.ndarray, "..."]:
     info = tensors.infos[name]
     array = reader.read(info.name)
+    refuse_nonfinite(array, info)
     scale = tensors.infos.get(name + SCALE)
     if scale is None:
         return array
-    factors = reader.read(scale.name).astype(np.float32)
+    factors = reader.read(scale.name)
+    refuse_nonfinite(factors, scale)
+    factors = factors.astype(np.float32)
     if factors.size == info.shape[0]:
         factors = factors.reshape(-1, *[1] * (len(info.shape) - 1))
     return array.astype(np.float32) * factors

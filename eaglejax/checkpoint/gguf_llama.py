@@ -139,13 +139,13 @@ def _check_complete(file: Path, tensors: dict[str, TensorInfo], config: dict[str
         shapes |= {f"model.layers.{n}.{part}.weight": shape for part, shape in layer.items()}
     if missing := [name for name in shapes if name not in tensors]:
         raise CheckpointError(
-            f"lacks {len(missing)} tensors, {missing[0]!r} (Hugging Face name) among them", where=file
+            f"lacks {len(missing)} tensors, {missing[0]!r} (its Hugging Face name) among them", where=file, fix=CONVERT
         )
     shapes["lm_head.weight"] = (vocab, hidden)
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             raise CheckpointError(
-                f"shape of {name!r} (Hugging Face name)",
+                f"wrong shape of tensor {name!r} (its Hugging Face name)",
                 where=file,
                 found=tensors[name].shape,
                 expected=f"{shape} by metadata",
@@ -179,14 +179,18 @@ def _config(file: Path, metadata: dict[str, Any], table: dict[str, GGUFTensor]) 
             value = value[0]
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0 or not math.isfinite(value):
             found = "nothing" if value is None else value
-            raise CheckpointError(f"metadata llama.{key}", where=file, found=found, expected="one number above 0")
+            raise CheckpointError(
+                f"unusable metadata llama.{key}", where=file, found=found, expected="one number above 0"
+            )
         return _shortest(value)
 
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            raise CheckpointError(f"metadata llama.{key}", where=file, found=keys[key], expected=head_dim, fix=CONVERT)
+            raise CheckpointError(
+                f"unusable metadata llama.{key}", where=file, found=keys[key], expected=head_dim, fix=CONVERT
+            )
     if "token_embd.weight" not in table:
         raise CheckpointError("holds no tensor 'token_embd.weight'", where=file)
     eos = [metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in metadata]

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
+from eaglejax.checkpoint.finite import refuse_nonfinite
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
 from eaglejax.checkpoint.reader import CheckpointReader, TensorInfo, open_checkpoint
 from eaglejax.checkpoint.weight_plan import Plan, Recipe, Stems, target_plan
@@ -147,6 +148,8 @@ def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader
         buffer = np.empty(shape, variable.dtype)
         for part in chosen[leaf]:
             values = reader.read(part.name)
+            # rows of padding are dropped, whatever they hold
+            refuse_nonfinite(values[: part.shape[0]], reader.tensors[part.name])
             buffer[part.place] = values if part.view is None else part.view(values)
         variable.set_value(arrange(buffer, variable, mesh))
 
@@ -173,6 +176,11 @@ def _report(
         report.note(SECTION, f"assumed: {line}")
     if reading.unread:
         report.note(SECTION, f"config keys that are not used: {', '.join(reading.unread)}")
+    if reading.doubtful:
+        report.warn(
+            f"config keys of the target that EagleJax does not know and does not use: {', '.join(reading.doubtful)}."
+            " If the model needs them, its answers are wrong"
+        )
 
 
 def _sort_leftovers(

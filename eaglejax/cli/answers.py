@@ -31,10 +31,12 @@ class Times:
 
     @property
     def compile(self) -> float:
+        """Seconds of compilation in both parts."""
         return self.compile_first + self.compile_decode
 
     @property
     def without_compile(self) -> float:
+        """Seconds of prefill and decoding."""
         return self.first - self.compile_first + self.decode
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import given
-from eaglejax.cli.prompts import system_message
+from eaglejax.cli.prompts import require_tokenizer, system_message
 from eaglejax.cli.settings import read_settings
 from eaglejax.errors import PromptError
 
@@ -19,8 +19,10 @@ GROUPS = ("system", "model", "speculation", "sampling", "run")
 
 
 def main(flags: FlagValues) -> int:
+    """The command; returns its exit code. Raises UsageError and EagleJaxError, which `main.run` turns into messages."""
     settings = read_settings(flags)
     beginning = system_message(given(flags, "system"))
+    require_tokenizer(settings.model, "chat")
 
     # jax from here on
     from eaglejax.cli.answers import closing_line

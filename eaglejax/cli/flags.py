@@ -108,6 +108,7 @@ def given(values: absl_flags.FlagValues, name: str) -> Any:
 
 
 def help_text(command: str, summary: str, groups: Sequence[str]) -> str:
+    """What `eaglejax COMMAND --help` prints: one line per flag, by group."""
     lines = [f"usage: eaglejax {command} --flag=value ...", "", summary]
     for group in groups:
         lines += ["", f"{group}:"]

@@ -9,7 +9,7 @@ from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError
 from eaglejax.cli.processes import join, read_processes
-from eaglejax.cli.prompts import read_flags
+from eaglejax.cli.prompts import read_flags, require_tokenizer, text_flag
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
 
@@ -20,6 +20,7 @@ GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "pr
 
 
 def main(flags: FlagValues) -> int:
+    """The command; returns its exit code. Raises UsageError and EagleJaxError, which `main.run` turns into messages."""
     settings = read_settings(flags)
     prompts = read_flags(flags)
     as_json = bool(flags["json"].value)
@@ -28,6 +29,8 @@ def main(flags: FlagValues) -> int:
         raise UsageError("--stream prints one answer as it comes; leave it out with --json and with several prompts")
 
     processes = read_processes(flags)
+    if (needs_text := text_flag(prompts, settings.sampling.stop)) is not None:
+        require_tokenizer(settings.model, needs_text)
 
     # jax from here on
     from eaglejax.cli.session import Session

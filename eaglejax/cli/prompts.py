@@ -52,5 +52,42 @@ def _in_conversation(prompt: Any, chat: bool, system: str | None) -> Any:
     return prompt if prompt[0]["role"] == "system" else [*system_message(system), *prompt]
 
 
+def require_tokenizer(model: str, where: str) -> None:
+    """Refuse text for a model without a tokenizer before its weights are read.
+
+    Arguments: `model` as in `EagleJaxEngine.from_pretrained`; `where`, the flag that needs text.
+    Raises PromptError, or CheckpointError and ConfigError where the model is not there or is no target at all.
+    """
+    from eaglejax.checkpoint.builtin import builtin_names
+    from eaglejax.checkpoint.reader import open_checkpoint
+    from eaglejax.checkpoint.source import resolve
+    from eaglejax.text.tokenizer import has_tokenizer
+
+    if model in builtin_names():
+        return
+    source = resolve(model)
+    reader = open_checkpoint(source.path) if source.kind == "gguf" else None
+    if has_tokenizer(source.folder, reader):
+        return
+    from eaglejax.checkpoint.target_loader import open_target
+
+    open_target(source.path)  # a folder that holds no target at all is the better message
+    raise PromptError(
+        "this checkpoint has no tokenizer",
+        where=model,
+        found=f"text ({where})",
+        expected="tokenizer.json or tiktoken.model in its folder",
+        fix="put the model's tokenizer.json there; without one, 'eaglejax generate --token_ids=1,2,3' works, without --stop",
+    )
+
+
+def text_flag(prompts: list[Any], stop: Any) -> str | None:
+    """The flag for which these prompts and stop strings need a tokenizer, or None where token ids are all there is."""
+    if any(isinstance(prompt, str) or not isinstance(prompt[0], int) for prompt in prompts):
+        return "the prompt"
+    return "--stop" if stop else None
+
+
 def system_message(text: str | None) -> list[dict[str, Any]]:
+    """The beginning of a conversation: the system message, or nothing."""
     return [] if text is None else [{"role": "system", "content": text}]

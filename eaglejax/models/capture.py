@@ -39,14 +39,19 @@ class CaptureReading:
 
     @property
     def ambiguous(self) -> bool:
+        """Whether two readings fit, of which the first was taken for now."""
         return bool(self.alternatives)
+
+
+def _reference(num_target_layers: int) -> tuple[int, int, int]:
+    return 2, num_target_layers // 2, num_target_layers - 3
 
 
 def default_boundaries(num_target_layers: int) -> tuple[int, int, int]:
     """2, L//2, L-3: what the EAGLE-3 reference captures. Refused for targets of fewer than 7 blocks, where these repeat
     or run backwards.
     """
-    ids = (2, num_target_layers // 2, num_target_layers - 3)
+    ids = _reference(num_target_layers)
     if not 2 < ids[1] < ids[2]:
         raise ConfigError(
             "the draft's config lists no capture layers, and the default 2, L//2, L-3 does not fit a target this small",
@@ -75,13 +80,15 @@ def read_capture(
 
     Rules of "auto": our own manifest states boundaries; ids at the top level are boundaries; ids under `eagle_config`
     whose first is 1 are layer outputs; other ids under `eagle_config` are ambiguous unless only one reading lies within
-    0..L; no ids means 2, L//2, L-3.
+    0..L; negative ids are refused; no ids means 2, L//2, L-3.
 
     Raises ConfigError naming the key, what was found and what was expected.
     """
     limit = num_target_layers
     if not isinstance(capture, str):
-        return _check(CaptureReading(_ids(capture, "capture"), source="given by capture="), limit, n_captures, True)
+        given = CaptureReading(_ids(capture, "capture"), source="given by capture=")
+        _refuse_repeats(given.boundaries, config, limit)
+        return _check(given, limit, n_captures, True)
     if capture not in ("auto", "input", "output"):
         raise ConfigError(
             "unknown way to number capture layers",
@@ -173,6 +180,8 @@ def _automatic(
         return CaptureReading(top, source=f"top-level {IDS_KEY} {list(top)} are boundaries", warning=warning)
     if nested is None:
         return None
+    if min(nested) < 0:
+        raise _negative(nested)
     readings = _nested_readings(nested, limit)
     where = f"eagle_config.{IDS_KEY} {list(nested)}"
     if not readings:
@@ -186,6 +195,43 @@ def _automatic(
         return CaptureReading(boundaries, readings, source)
     why = "the first is 1" if nested[0] == 1 else "the other reading lies outside the target"
     return CaptureReading(boundaries, source=f"{where} are layer {name}s ({why})")
+
+
+def _negative(nested: tuple[int, ...]) -> ConfigError:
+    """-1 is the embedding to a reader that adds one to every id, the last layer to one that indexes a list with it, and
+    an unset value to others: no released head fixes which.
+    """
+    return ConfigError(
+        "a negative capture layer has no agreed meaning",
+        where=f"eagle_config.{IDS_KEY}",
+        found=list(nested),
+        expected="ids of 0 or more",
+        fix="pass capture='output' if -1 is the embedding (the output of layer -1), else the boundaries themselves,"
+        " capture=(low, mid, high), of which L is the last layer's output",
+    )
+
+
+def _refuse_repeats(given: tuple[int, ...], config: dict[str, Any], limit: int | None) -> None:
+    """The same boundary twice is a slip of the hand, unless the draft was made so: its own config repeats an id in the
+    same places, or it lists none and these are the reference's default for a target too small for it.
+    """
+    if len(set(given)) == len(given):
+        return
+    manifest = config.get(MANIFEST_KEY) or {}
+    stated = manifest.get("boundaries") if isinstance(manifest, dict) else None
+    listed = [tuple(ids) for ids in (*_listed(config), stated) if ids]
+    if not listed and limit is not None and given == _reference(limit):
+        return
+    same = lambda ids: [ids.index(i) for i in ids]
+    if any(len(ids) == len(given) and same(ids) == same(given) for ids in listed):
+        return
+    raise ConfigError(
+        "capture= names a boundary more than once, which the draft's own config does not",
+        where="capture",
+        found=list(given),
+        expected=f"boundaries that differ, like the config's {list(listed[0])}" if listed else "boundaries that differ",
+        fix="give each of the captured boundaries once, low to high",
+    )
 
 
 def _contradiction(manifest: str | None, top: tuple[int, ...] | None, nested: tuple[int, ...] | None) -> ConfigError:

@@ -128,6 +128,7 @@ class TargetConfig:
 
     @property
     def num_layers(self) -> int:
+        """L, the number of blocks."""
         return len(self.layers)
 
 

@@ -42,10 +42,24 @@ HARMLESS = {
     "_attn_implementation_autoset", "tf_legacy_loss", "experts_implementation",
 }  # fmt: skip
 
-# Words in an unknown key that name a part of a forward pass.
+# Names of training, of kernels that compute the same, and of token ids, whatever their value.
+HARMLESS_NAMES = re.compile(
+    r"dropout|layerdrop|flash_attn|flash_attention|^use_sdpa$|fused?_|_token_ids?$|_tokens?$|gradient|recompute|"
+    r"tensor_parallel|sequence_parallel|pipeline_parallel|^paddlenlp_|^use_return_dict$"
+)
+# Words in an unknown key that name a part of a forward pass: refused.
 FORWARD = re.compile(
     r"norm|scal|multipl|softcap|clip|bias|resid|rope|rotary|attn|attention|window|sliding|mask|parallel|gate|router|expert|moe|lora|adapter|"
-    r"hidden|embed|head|layer|proj|mlp|conv|sink|^use_|position|alibi|nope|chunk|temperature|limit|alpha|index|group|topk|top_k|mixer|ssm"
+    r"hidden|embed|head|layer|proj|mlp|conv|sink|^use_|position|alibi|nope|chunk|temperature|limit|alpha|index|group|topk|top_k|mixer|ssm|"
+    r"(^|_)acts?(_|$)|activation|logit|softmax|swiglu|interleav|bidirect|rotat|yarn|(^|_)qk|(^|_)eps|epsilon|loop|recur"
+)
+# Words that may or may not: said loudly in the load report.
+DOUBTFUL = re.compile(
+    r"(^|_)dim|factor|beta|theta|rank|freq|depth|width|share|dense|sparse|hash|memory|state|branch|stream|hyper"
+)
+# What stands beside the text part of a multimodal config.
+OTHER_PARTS = re.compile(
+    r"vision|image|video|media|audio|projector|^mm_|^text_config$|^tie_word_embeddings$|^ignore_index$"
 )
 
 
@@ -54,12 +68,14 @@ class HFConfig:
 
     Attributes:
         assumed: one line for each key that was absent and whose default of the family was taken.
+        doubtful: "key = value" of each unknown key that `unread` neither refused nor knows to be harmless.
     """
 
     def __init__(self, values: Mapping[str, Any], where: object):
         self.values = values
         self.where = where
         self.assumed: list[str] = []
+        self.doubtful: list[str] = []
         self._read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = REQUIRED, *aliases: str) -> Any:
@@ -115,26 +131,51 @@ class HFConfig:
         self._read.update(keys)
 
     def unread(self) -> list[str]:
-        """Unknown keys that change nothing as far as their names tell; raises ConfigError for one that could change
-        the forward pass."""
+        """Unknown keys that change nothing as far as their names and values tell.
+
+        A value that switches nothing on (null, false, 0, empty, a factor of 1) and a name of training or plumbing are
+        harmless. Of the others, a name with a word of `FORWARD` raises ConfigError, for it could change the forward
+        pass; one with a word of `DOUBTFUL` is noted in `doubtful`.
+        """
         listed = []
         for key, value in self.values.items():
             if key in self._read or key in HARMLESS:
                 continue
-            if FORWARD.search(key) and not _neutral(key, value):
+            known = HARMLESS_NAMES.search(key) is not None or _neutral(key, value)
+            if not known and FORWARD.search(key):
                 raise ConfigError(
                     "a key that EagleJax does not know could change the forward pass",
                     where=f"{self.where}: {key}",
-                    found=repr(value),
+                    found=repr(value)[:200],
                     fix="this model is not supported; if the key has no effect in this family, remove it",
                 )
-            listed.append(key)
+            if not known and DOUBTFUL.search(key):
+                self.doubtful.append(f"{key} = {repr(value)[:80]}")
+            else:
+                listed.append(key)
         return listed
+
+
+def doubtful_outside(outer: Mapping[str, Any], text: Mapping[str, Any]) -> list[str]:
+    """ "key = value" of each unknown key beside the text part of a multimodal config that could change the text model.
+
+    Never refused: what stands there mostly belongs to the other parts.
+    """
+    return [
+        f"{key} = {repr(value)[:80]}"
+        for key, value in outer.items()
+        if key not in HARMLESS
+        and not OTHER_PARTS.search(key)
+        and not HARMLESS_NAMES.search(key)
+        and not _neutral(key, value)
+        and text.get(key) != value
+        and (FORWARD.search(key) or DOUBTFUL.search(key))
+    ]
 
 
 def _neutral(key: str, value: Any) -> bool:
     """Whether a value switches nothing on: null, false, zero, empty, or a factor of one."""
     if value is None or value is False or value == 0 or value in ("", [], {}):
         return True
-    factor = re.search(r"scal|multipl", key) is not None and not isinstance(value, bool)
+    factor = re.search(r"scal|multipl|factor", key) is not None and not isinstance(value, bool)
     return factor and value == 1

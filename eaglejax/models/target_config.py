@@ -9,7 +9,7 @@ from typing import Any
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.models.families import FAMILIES, Family, GQATraits, Key, MoETraits
-from eaglejax.models.hf_config import REQUIRED, HFConfig
+from eaglejax.models.hf_config import REQUIRED, HFConfig, doubtful_outside
 from eaglejax.models.layers import ACTIVATIONS
 from eaglejax.models.rope import mla_scale, read_rope
 
@@ -25,13 +25,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class TargetReading:
-    """A config as read. `assumed`: defaults taken for absent keys; `unread`: keys without a meaning here; both for
-    the load report."""
+    """A config as read. For the load report: `assumed`, defaults taken for absent keys; `unread`, keys without a meaning
+    here; `doubtful`, "key = value" of unknown keys that might have one."""
 
     config: TargetConfig
     family: Family
     assumed: tuple[str, ...]
     unread: tuple[str, ...]
+    doubtful: tuple[str, ...] = ()
 
 
 def find_family(values: Mapping[str, Any], where: object) -> Family:
@@ -77,7 +78,7 @@ def read_target_config(
         values, where = inner, f"{where}: text_config"
     _refuse_quantised(outer, values, where)
     hf = HFConfig(values, where)
-    for key, only in family.must_be:
+    for key, only in (("is_causal", True), *family.must_be):
         if (found := hf.get(key, type(only), only)) != only:
             raise hf.refuse(key, found, repr(only))
     hf.mark(*family.ignored, *ROPE_KEYS)
@@ -97,7 +98,8 @@ def read_target_config(
         bos_token_id=next((t["bos_token_id"] for t in tokens if isinstance(t.get("bos_token_id"), int)), None),
     )
     unread = hf.unread()
-    return TargetReading(config, family, tuple(hf.assumed), tuple(unread))
+    doubtful = hf.doubtful + (doubtful_outside(outer, values) if family.text_config else [])
+    return TargetReading(config, family, tuple(hf.assumed), tuple(unread), tuple(doubtful))
 
 
 def _tied(hf: HFConfig, outer: Mapping[str, Any], where: object) -> bool:

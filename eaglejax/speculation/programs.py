@@ -131,6 +131,7 @@ class Programs:
         )
 
     def prefill(self, state: State, offset: int, rows: int) -> State:
+        """`rows` prompt tokens from `offset` on, in every slot; `prefill_plan` says which. The state is donated."""
         return self._prefill(self.arrays, state, self._scalar(offset), rows)
 
     def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:

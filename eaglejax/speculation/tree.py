@@ -33,6 +33,7 @@ class Pool:
     depths: Int[Array, " m"]  # 1 for children of the root
 
     def extended(self, other: Pool) -> Pool:
+        """This pool followed by another one."""
         join = lambda a, b: jnp.concatenate([a, b], axis=-1)
         return jax.tree.map(join, self, other)
 

@@ -86,7 +86,10 @@ def load(entries: Mapping[str, Any], where: object = "GGUF") -> Tokenizer:
     types = list(entries.get("token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise CheckpointError(
-            "one type per token", where=f"{where}: tokenizer.ggml.token_type", found=len(types), expected=len(tokens)
+            "must hold one type per token",
+            where=f"{where}: tokenizer.ggml.token_type",
+            found=len(types),
+            expected=len(tokens),
         )
     library = _library(tokens, types, _texts(entries, "merges", where), pre, where)
     names = {
@@ -120,7 +123,7 @@ def _texts(entries: Mapping[str, Any], key: str, where: object) -> list[str]:
     values = entries.get(key)
     if not isinstance(values, Sequence) or isinstance(values, str) or not all(isinstance(v, str) for v in values):
         found = "nothing" if values is None else type(values).__name__
-        raise CheckpointError("a list of texts", where=f"{where}: tokenizer.ggml.{key}", found=found)
+        raise CheckpointError("must be a list of texts", where=f"{where}: tokenizer.ggml.{key}", found=found)
     return list(values)
 
 

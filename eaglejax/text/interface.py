@@ -46,10 +46,12 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
+        """The id of `bos_token`, None where the checkpoint names none."""
         return self.named_ids.get("bos_token")
 
     @property
     def pad_token_id(self) -> int | None:
+        """The id of `pad_token`, None where the checkpoint names none."""
         return self.named_ids.get("pad_token")
 
     def encode(self, text: str) -> list[int]:

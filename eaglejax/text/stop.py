@@ -73,7 +73,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, skip_special_tokens: bool = True):
         stops = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(s, str) and s for s in stops):
-            raise ConfigError("stop strings are non-empty text", where="stop", found=repr(stop))
+            raise ConfigError("stop strings must be non-empty text", where="stop", found=repr(stop))
         if stops and tokenizer is None:
             raise ConfigError(
                 "stop strings need a tokenizer and this checkpoint has none",

@@ -231,9 +231,9 @@ def test_factors_of_quantised_weights(tmp_path, dtype, largest, scale_shape):
 def test_refused_types(tmp_path):
     stored, _ = quantised(np.int8, "rows", 127)
     bare = {k: v for k, v in stored.items() if not k.startswith("fc.weight_")}
-    refused(draft(tmp_path, bare), r"fc.weight: I8 weights need their factors.*fc.weight_scale")
+    refused(draft(tmp_path, bare), r"fc.weight: I8 weights need their scales.*fc.weight_scale")
     grid = stored | {"fc.weight_scale": np.ones((1, 3), np.float32)}
-    refused(draft(tmp_path, grid), r"fc.weight_scale: factors of this shape.*\[1, 3\].*\[128, 1\]")
+    refused(draft(tmp_path, grid), r"fc.weight_scale: scales of this shape.*\[1, 3\].*\[128, 1\]")
     refused(draft(tmp_path, {"fc.weight_scale": np.ones((128, 1), np.float32)}), "fc.weight: a scale belongs to")
     refused(draft(tmp_path, {"fc.weight": np.zeros((128, 384), np.int32)}), r"fc.weight: weights of this type.*I32")
     refused(draft(tmp_path, {"fc.weight_packed": np.zeros((128, 48), np.int32)}), "unknown weight.*fc.weight_packed")

@@ -265,3 +265,9 @@ def test_generation_config_wins(tmp_path):
 def test_assumptions_are_reported(tmp_path):
     text = reported(changed(tmp_path, "llama_tied_linear", rope_parameters=None, made_by="us"))
     assert "assumed: rope_theta is absent: 10000" in text and "not used: made_by" in text
+
+
+def test_config_keys_in_doubt_are_a_warning(tmp_path, caplog):
+    text = reported(changed(tmp_path, "llama_biased", dim_model_base=256))
+    assert text.startswith("! config keys of the target that EagleJax does not know") and "dim_model_base = 256" in text
+    assert "dim_model_base = 256" in caplog.text

@@ -9,6 +9,7 @@ import sys
 import pytest
 from alphabet import CAPTURE, LETTERS, write_draft, write_target
 
+from eaglejax.checkpoint.reader import CheckpointReader
 from eaglejax.cli import session
 from eaglejax.cli.main import run
 
@@ -218,6 +219,42 @@ def test_tampered_files_are_refused_with_one_message(capsys, data, tmp_path, fil
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
     assert err.startswith("error: ") and str(target / file) in err and words in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        (["generate", "--prompt=a"], "the prompt"),
+        (["generate", "--prompt=a", "--chat"], "the prompt"),
+        (["generate", "--token_ids=1,2", "--stop=a"], "--stop"),
+        (["chat"], "chat"),
+    ],
+)
+def test_text_without_a_tokenizer_is_refused_before_weights_are_read(capsys, data, tmp_path, monkeypatch, flags, needs):
+    target = write_target(tmp_path / "target", data / "text" / "letters")
+    for file in target.glob("tokenizer*"):
+        file.unlink()
+    monkeypatch.setattr(CheckpointReader, "read", lambda self, name: pytest.fail(f"{name} was read"))
+    assert run([*flags, f"--model={target}"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"error: {target}: this checkpoint has no tokenizer; found text ({needs})")
+    assert "tokenizer.json" in err and "--token_ids" in err
+
+
+def test_token_ids_need_no_tokenizer(capsys, data, tmp_path):
+    target = write_target(tmp_path / "target", data / "text" / "letters")
+    (target / "tokenizer.json").unlink()
+    assert (
+        run(["generate", "--token_ids=0,1", "--max_new_tokens=3", "--json", f"--model={target}", "--max_len=64"]) == 0
+    )
+    (answer,) = answers(capsys)
+    assert answer["token_ids"] == [2, 3, 4]
+
+
+def test_a_draft_in_the_targets_place_is_named_before_its_missing_tokenizer(capsys, pair):
+    assert run(["generate", "--prompt=a", f"--model={pair[1]}"]) == 1
+    assert "this is a draft, not a target" in capsys.readouterr().err
 
 
 def test_a_draft_that_is_the_target_is_refused(capsys, pair, plain):

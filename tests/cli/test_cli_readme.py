@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eaglejax.cli.flags import GROUPS
+from eaglejax.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,6 +23,12 @@ def test_flags_named_in_prose_exist():
     named = set(re.findall(r"`--([a-z_]+)", README)) | set(re.findall(r"eaglejax generate.* --([a-z_]+)", README))
     assert len(named) > 15
     assert named <= _FLAGS
+
+
+def test_every_family_is_named():
+    (targets,) = re.findall(r"^Targets: (.*?)Drafts:", README, re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"`([a-z0-9_]+)`", targets))
+    assert named - {"model_type"} == {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/capture.md"])

@@ -41,5 +41,7 @@ def test_stream_without_progress_is_refused(engine, cycles):
 
 
 def test_wrong_samplings_are_refused(engine):
-    with pytest.raises(ConfigError, match="one Sampling per prompt"):
+    with pytest.raises(
+        ConfigError, match="sampling: needs as many as there are prompts, or a single one for all; found 1 for 2"
+    ):
         engine.generate([[5], [6]], [Sampling()])

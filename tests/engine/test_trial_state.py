@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from eaglejax import Sampling, Speculation
-from eaglejax.generation import TreeView
+from eaglejax.generation import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 import draft_numpy  # noqa: E402
@@ -159,7 +159,7 @@ def test_trial_28_unused_slots_and_poisoned_caches_change_nothing(random_engine)
 # 33: accepted paths that are no prefix
 
 
-def accepted_ranks(tree: TreeView, following: list[int]) -> list[int]:
+def accepted_ranks(tree: Tree, following: list[int]) -> list[int]:
     """Ranks among their siblings of the nodes that a text follows down a tree."""
     ranks, node = [], 0
     for token in following:

@@ -81,7 +81,8 @@ def test_other_counts_than_three():
 def test_small_targets_have_no_default(blocks):
     with pytest.raises(ConfigError, match=rf"L = {blocks} blocks.*capture=\(low, mid, high\)"):
         read_capture({}, blocks, 3)
-    assert read_capture({}, blocks, 3, (0, 1, 1)).boundaries == (0, 1, 1)
+    if blocks > 1:
+        assert read_capture({}, blocks, 3, (0, 1, 2)).boundaries == (0, 1, 2)
 
 
 def test_seven_blocks_have_one():
@@ -115,6 +116,46 @@ def test_contradiction_yields_to_an_override():
     assert read_capture(both, 8, 3, "input").boundaries == (2, 4, 6)
     assert read_capture(both, 8, 3, "output").boundaries == (2, 4, 5)
     assert read_capture(both, 8, 3, (2, 4, 7)).boundaries == (2, 4, 7)
+
+
+REPEATED = [
+    (top([2, 30, 58]), 61, (3, 3, 59)),
+    (nested([2, 30, 58]), 61, (3, 59, 3)),
+    (top([2, 2, 58]), 61, (3, 59, 59)),  # repeats, but not in these places
+    ({}, 61, (3, 3, 59)),
+    ({}, 4, (1, 1, 2)),  # the reference's default there is (2, 2, 1)
+    ({"eaglejax": {"boundaries": [2, 30, 58]}}, 61, (2, 2, 58)),
+]
+
+
+@pytest.mark.parametrize("config, blocks, capture", REPEATED)
+def test_a_repeated_boundary_is_refused(config, blocks, capture):
+    with pytest.raises(ConfigError, match=r"capture: capture= names a boundary more than once.*found \[.*once"):
+        read_capture(config, blocks, 3, capture)
+
+
+@pytest.mark.parametrize(
+    "config, blocks, capture",
+    [
+        (top([2, 2, 58]), 61, (3, 3, 59)),
+        (nested([1, 1, 3]), 4, (2, 2, 4)),
+        ({"eaglejax": {"boundaries": [1, 1, 3]}}, 4, (1, 1, 3)),
+        ({}, 4, (2, 2, 1)),
+        ({}, 5, (2, 2, 2)),
+    ],
+)
+def test_a_repetition_of_the_drafts_own_is_taken(config, blocks, capture):
+    assert read_capture(config, blocks, 3, capture).boundaries == capture
+
+
+def test_negative_ids_have_no_agreed_meaning():
+    for ids in ([-1, 4, 7], [1, 4, -1]):
+        with pytest.raises(ConfigError, match=r"negative.*no agreed meaning.*found \[.*capture='output'"):
+            read_capture(nested(ids), 8, 3)
+    assert read_capture(nested([-1, 4, 6]), 8, 3, "output").boundaries == (0, 5, 7)
+    with pytest.raises(ConfigError, match="lie outside"):
+        read_capture(nested([-1, 4, 6]), 8, 3, "input")
+    assert read_capture(nested([-1, 4, 6]), 8, 3, (4, 6, 8)).boundaries == (4, 6, 8)
 
 
 @pytest.mark.parametrize("capture", ["middle", (1, 2, 9), (-1, 2, 3), ()])

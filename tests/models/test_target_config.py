@@ -135,9 +135,55 @@ def test_harmless_unknown_keys_are_listed():
     assert set(reading.unread) == {"made_by", "use_magic", "residual_multiplier"}
 
 
+# keys met in released configs beside those of their family's reference, none with an effect there
+RELEASED = [
+    ("llama_biased", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    ("llama_biased", dict(unsloth_version="2025.12.5", unsloth_fixed=True, max_sequence_length=2048)),
+    ("llama_biased", dict(rope_scaling_factor=1.0, rope_scaling_type=None, alibi=False, paddlenlp_version=None)),
+    ("llama_biased", dict(use_fused_rope=True, use_flash_attention=True, fuse_attention_qkv=True, use_recompute=False)),
+    ("llama_biased", dict(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1, virtual_pp_degree=1)),
+    ("llama_biased", dict(use_sdpa=True, is_causal=True, _flash_attn_2_enabled=True)),
+    ("qwen2_window", dict(use_mrope=False)),
+    ("qwen3_moe_sparse_step", dict(head_dim=16, use_sliding_window=False, max_window_layers=48)),
+    ("mixtral_fused", dict(attention_bias=False, pretraining_tp=1, world_size=8)),
+    ("deepseek_v3_config", dict(ep_size=1, num_nextn_predict_layers=1, head_dim=64, qk_head_dim=24, aux_loss_alpha=0.001)),
+    ("gpt_oss", dict(initial_context_length=4096, experts_per_token=2, output_router_logits=False)),
+    ("glm4_moe", dict(num_nextn_predict_layers=1, use_cache=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, more", RELEASED)
+def test_keys_of_released_configs(name, more):
+    values = stored(name)
+    reading = read_target_config(more | values)
+    assert reading.config == read_target_config(values).config and not reading.doubtful
+
+
+def test_unknown_keys_in_doubt_are_told_with_their_value():
+    reading = read("llama_biased", dim_model_base=256, depth_factor=1.0, made_by="someone")
+    assert reading.doubtful == ("dim_model_base = 256",)
+    assert set(reading.unread) == {"depth_factor", "made_by"}
+
+
+def test_keys_beside_the_text_part():
+    """Those of the other parts are theirs; one that could be the text model's is told."""
+    theirs = dict(
+        use_unified_vision_chunk=True, media_placeholder_token_id=5, video_placeholder="<v>", ignore_index=-100,
+        vision_config=dict(hidden_size=8), mm_hidden_size=8, image_scale=2.0,
+    )  # fmt: skip
+    assert not read("kimi_k25", **theirs).doubtful
+    mirrored = stored("kimi_k25")["text_config"]["hidden_size"]
+    assert read("kimi_k25", logit_scale=0.5, hidden_size=mirrored).doubtful == ("logit_scale = 0.5",)
+
+
 @pytest.mark.parametrize(
     "name, changes, words",
     [
+        ("llama_biased", dict(is_causal=False), "is_causal.*False.*True"),
+        ("llama_biased", dict(final_logit_cap=30.0), "final_logit_cap.*30.0.*remove it"),
+        ("llama_biased", dict(ffn_act="relu2"), "ffn_act"),
+        ("llama_biased", dict(qk_clip=100), "qk_clip"),
+        ("llama_biased", dict(num_loops=4), "num_loops.*4"),
         ("llama_biased", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         ("llama_biased", dict(residual_multiplier=0.2), "residual_multiplier"),
         ("llama_biased", dict(use_fancy_path=True), "use_fancy_path"),

@@ -191,7 +191,7 @@ def test_ids_after_a_match_are_ignored(letters):
 
 def test_bad_stop_strings_and_no_tokenizer(letters):
     for bad in ([""], ["a", ""]):
-        with pytest.raises(ConfigError, match="stop: stop strings are non-empty"):
+        with pytest.raises(ConfigError, match="stop: stop strings must be non-empty"):
             TextStream(letters, bad)
     with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
         TextStream(None, ["a"])
