@@ -92,6 +92,14 @@ class CheckpointReader:
         data = read_bytes(info.file, info.offset + start * row, (stop - start) * row)
         return data.view(DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
+    def read_block(self, name: str, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """The block `index` of a tensor: one slice per axis, step 1, within bounds."""
+        info = self.info(name)
+        if not info.shape:
+            return self.read(name)
+        start, stop, _ = index[0].indices(info.shape[0])
+        return self.read_rows(name, start, stop)[(slice(None), *index[1:])]
+
     def info(self, name: str) -> TensorInfo:
         """The table's entry of `name`; a CheckpointError where there is none."""
         if name not in self.tensors:

@@ -68,6 +68,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("stream", "print the answer as it comes; default: on for a single prompt", "switch"),
         Flag("json", "one JSON object per answer on standard output", "switch"),
     ),
+    "convert": (
+        Flag("to", "orbax (read in slices, on any mesh) or safetensors (a Hugging Face folder); required"),
+        Flag(
+            "max_shard_gb",
+            "10^9 bytes of a part at most: a group (default 2; what a killed run does again at most) or a file (default 5)",
+        ),
+    ),
+    "result": (Flag("json", "what was done, as one JSON object on standard output", "switch"),),
+    "refusal": (Flag("traceback", "show where in the code an input was refused", "switch"),),
     "run": (
         Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),
         Flag("traceback", "show where in the code an input was refused", "switch"),
@@ -96,8 +105,9 @@ def given(values: absl_flags.FlagValues, name: str) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
 
 
-def help_text(command: str, summary: str, groups: Sequence[str]) -> str:
-    lines = [f"usage: eaglejax {command} --flag=value ...", "", summary]
+def help_text(command: str, summary: str, groups: Sequence[str], places: Sequence[str] = ()) -> str:
+    """`places`: the names of what is given without a flag."""
+    lines = [f"usage: eaglejax {' '.join((command, *places))} --flag=value ...", "", summary]
     for group in groups:
         lines += ["", f"{group}:"]
         for flag in GROUPS[group]:
