@@ -131,7 +131,7 @@ def open_orbax(folder: Path) -> OrbaxReader:
             "is of another format or version", where=file, found=found, expected=f"{(FORMAT, VERSION)}"
         )
     try:
-        groups: dict[str, Any] = manifest["groups"]
+        groups: dict[str, Any] = dict(manifest["groups"])
         reader = OrbaxReader(folder, _table(folder, groups), dict(manifest["metadata"]))
         reader.digests = {
             name: entry["sha256"] for group in groups.values() for name, entry in group["tensors"].items()
