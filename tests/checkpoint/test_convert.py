@@ -211,7 +211,7 @@ def test_another_process_is_writing(source, tmp_path):
 
 def parts_in(folder: Path) -> int:
     """Complete groups or shards."""
-    return len([path for path in folder.glob("[gm]*-0*") if not path.name.endswith(".writing")])
+    return len([path for path in folder.glob("[gm]*-0*") if ".writing" not in path.name])
 
 
 def stop_after(source: Path, target: Path, parts: int, **settings) -> None:
