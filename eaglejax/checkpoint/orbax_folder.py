@@ -10,7 +10,8 @@ checked whenever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,32 @@ class OrbaxReader(CheckpointReader):
         self._check_rows(info, start, stop)
         return self._block(info, (slice(start, stop), *(slice(None),) * (len(info.shape) - 1)))
 
-    def read_block(self, name: str, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+    def read_block(
+        self,
+        name: str,
+        index: Sequence[slice],
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+    ) -> Shaped[np.ndarray, "..."]:
+        """As `CheckpointReader.read_block`. Only the chunks that the block touches are read; where it is one of
+        another shape or dtype, the chunks that hold its rows (index along the first axis of that shape)."""
         info = self.info(name)
-        return self._block(info, check_block(info, index))
+        if shape is None and dtype is None:
+            return self._block(info, check_block(info, index))
+        seen = replace(info, shape=info.shape if shape is None else tuple(shape), dtype=dtype or info.dtype)
+        check_block(seen, index)
+        if not info.shape or not seen.shape or not info.size:
+            return np.array(self.read(name).reshape(-1).view(DTYPES[seen.dtype]).reshape(seen.shape)[tuple(index)])
+        row, seen_row = info.nbytes // info.shape[0], seen.nbytes // seen.shape[0]
+        start, stop, _ = index[0].indices(seen.shape[0])
+        first = start * seen_row // row
+        rows = self.read_rows(name, first, max(first, -(-stop * seen_row // row)))
+        data = rows.reshape(-1).view(np.uint8)[start * seen_row - first * row : stop * seen_row - first * row]
+        cut = data.view(DTYPES[seen.dtype]).reshape(stop - start, *seen.shape[1:])
+        return np.array(cut[(slice(None), *index[1:])])
 
-    def _block(self, info: TensorInfo, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+    def _block(self, info: TensorInfo, index: Sequence[slice]) -> Shaped[np.ndarray, "..."]:
         """Only the chunks that `index` (one slice per axis, step 1) touches are read."""
         spans = [part.indices(size) for part, size in zip(index, info.shape, strict=True)]
         shape = tuple(max(0, stop - start) for start, stop, _ in spans)
@@ -96,7 +118,7 @@ class OrbaxReader(CheckpointReader):
         return data
 
 
-def check_block(info: TensorInfo, index: tuple[slice, ...]) -> tuple[slice, ...]:
+def check_block(info: TensorInfo, index: Sequence[slice]) -> Sequence[slice]:
     """`index` itself; an IndexError where it is no block of the tensor: one slice per axis, step 1, within bounds."""
     fits = len(index) == len(info.shape) and all(
         part.step in (None, 1)

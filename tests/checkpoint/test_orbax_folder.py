@@ -71,6 +71,29 @@ def test_blocks(made, name, array, index):
     block[...] = 0  # the caller's own array
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "shape", "dtype", "index"),
+    [
+        ("big", BIG, (23, 7, 1024), None, (slice(3, 9), slice(2, 7), slice(5, 600))),
+        ("big", BIG, (161, 2048), "U8", (slice(150, 161), slice(0, 1000))),
+        ("big", BIG, (161 * 1024,), "I16", (slice(5000, 5003),)),
+        ("cube", CUBE, (8, 50, 16, 4), None, (slice(3, 5), slice(0, 50), slice(1, 16), slice(0, 4))),
+        ("cube", CUBE, None, "I32", (slice(1, 2), slice(99, 100), slice(0, 64))),
+        ("small", SMALL, (6,), "U64", (slice(2, 2),)),
+        ("one", np.array(5.0), (2,), "U32", (slice(1, 2),)),
+        ("one", np.array(5.0), (), "I64", ()),
+    ],
+)
+def test_blocks_of_another_shape_or_dtype(made, name, array, shape, dtype, index):
+    seen = array.reshape(-1).view(DTYPES[dtype] if dtype else array.dtype)
+    expected = seen.reshape(array.shape if shape is None else shape)[index]
+    readers = open_checkpoint(made), open_checkpoint(made.parent / "model.safetensors")
+    for reader in readers:
+        block = reader.read_block(name, index, shape=shape, dtype=dtype)
+        assert (block.dtype, block.shape) == (expected.dtype, expected.shape)
+        assert block.tobytes() == expected.tobytes()
+
+
 def test_rows_and_bounds(made):
     reader = open_checkpoint(made)
     assert reader.read_rows("big", 7, 30).tobytes() == BIG[7:30].tobytes()
