@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eaglejax.checkpoint import orbax_folder
 from eaglejax.checkpoint.convert_parts import Files, Groups, cut
 from eaglejax.checkpoint.convert_record import RECORD, Record, make_record, read_record, save_record
-from eaglejax.checkpoint.durable import TEMPORARY, locked, move, sync
+from eaglejax.checkpoint.durable import TEMPORARY, locked, move, sync, write_json
+from eaglejax.checkpoint.quantise import QuantisedReader, check_quantise, quantised_config
 from eaglejax.checkpoint.reader import open_checkpoint
 from eaglejax.checkpoint.source import Source, resolve
 from eaglejax.checkpoint.tensors import CheckpointReader
@@ -66,6 +68,7 @@ def convert(
     *,
     to: str,
     max_bytes: int | None = None,
+    quantize: str | None = None,
     progress: Progress = lambda total: nullcontext(lambda done: None),
 ) -> Conversion:
     """Writes the checkpoint `source` to the folder `target`, every tensor with its name, dtype and bytes.
@@ -77,10 +80,12 @@ def convert(
         source: whatever `from_pretrained` takes, GGUF files excepted.
         to: "orbax" (groups of whole tensors, see `orbax_folder`) or "safetensors" (Hugging Face's form).
         max_bytes: bytes of a group or a file at most (a larger tensor has one of its own); default 2 GB, 5 GB.
+        quantize: "int8" or "int4" quantises the projections of the layers (see `quantise`); None leaves every tensor as
+            it is.
         progress: begins a progress bar over the bytes still to be written.
 
     Raises:
-        ConfigError: `to` or `max_bytes` is impossible. CheckpointError: the source cannot be read, or has changed; the
+        ConfigError: `to`, `max_bytes` or `quantize` is impossible. CheckpointError: the source cannot be read, or has changed; the
         target exists and is not this very conversion; there is too little space.
     """
     if to not in FORMS:
@@ -91,9 +96,11 @@ def convert(
     begin = time.perf_counter()
     found = resolve(source)
     goal = _checked_target(Path(target).expanduser(), found)
-    reader = _open(found)
-    companions, left_out = _companions(found, {info.file.name for info in reader.tensors.values()})
-    record = make_record(reader, companions, to=to, max_bytes=max_bytes)
+    plain = _open(found)
+    reader, config = _quantised(plain, found.folder, quantize)
+    companions, left_out = _companions(found, {info.file.name for info in plain.tensors.values()})
+    settings = {"to": to, "max_bytes": max_bytes, "quantize": quantize or ""}
+    record = make_record(plain, companions, **settings)
     parts = cut(reader, max_bytes)
     nbytes = sum(info.nbytes for info in reader.tensors.values())
 
@@ -119,7 +126,9 @@ def convert(
                     writer.write(index, advance)
             writer.finish()
             _copy(companions, partial)
-            now = make_record(open_checkpoint(found.path), companions, to=to, max_bytes=max_bytes)
+            if config is not None:
+                write_json(partial / "config.json", config)
+            now = make_record(open_checkpoint(found.path), companions, **settings)
             if difference := record.difference(now):
                 raise CheckpointError("the source changed while it was converted", where=found.path, found=difference)
             save_record(partial, record, complete=True)
@@ -141,6 +150,17 @@ def _open(source: Source) -> CheckpointReader:
             expected="the checkpoint in Hugging Face format that it was made from",
         )
     return open_checkpoint(source.path)
+
+
+def _quantised(
+    plain: CheckpointReader, folder: Path, kind: str | None
+) -> tuple[CheckpointReader, dict[str, Any] | None]:
+    """The tensors to write, and the config.json that must replace the source's."""
+    if kind is None:
+        return plain, None
+    config = check_quantise(kind, folder)
+    reader = QuantisedReader(plain, kind)
+    return reader, quantised_config(config, reader)
 
 
 def _checked_target(target: Path, source: Source) -> Path:

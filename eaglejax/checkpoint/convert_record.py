@@ -25,12 +25,14 @@ class Record:
     Attributes:
         to: "orbax" or "safetensors".
         max_bytes: bytes of a group or a file at most.
+        quantize: "int8", "int4", or "" for every tensor as it is.
         tensors: sha256 over the names, shapes, dtypes and places of all tensors, from the files' headers.
         files: (bytes, time of the last change in ns) of every file of the source that is read, by its name.
     """
 
     to: str
     max_bytes: int
+    quantize: str
     tensors: str
     files: dict[str, tuple[int, int]]
 
@@ -40,13 +42,17 @@ class Record:
             return f"to {other.to}, not {self.to}"
         if self.max_bytes != other.max_bytes:
             return f"at most {other.max_bytes} bytes in a part, not {self.max_bytes}"
+        if self.quantize != other.quantize:
+            return f"quantised to {other.quantize or 'nothing'}, not {self.quantize or 'nothing'}"
         names = [n for n in sorted(self.files.keys() | other.files) if self.files.get(n) != other.files.get(n)]
         if names:
             return f"another or changed source: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         return None if self.tensors == other.tensors else "another or changed source: its table of tensors"
 
 
-def make_record(reader: CheckpointReader, companions: list[Path], *, to: str, max_bytes: int) -> Record:
+def make_record(
+    reader: CheckpointReader, companions: list[Path], *, to: str, max_bytes: int, quantize: str = ""
+) -> Record:
     """The record of a conversion that is about to run, from headers and file times; no tensor is read."""
     table = hashlib.sha256()
     files: dict[str, tuple[int, int]] = {}
@@ -57,7 +63,7 @@ def make_record(reader: CheckpointReader, companions: list[Path], *, to: str, ma
             if file.is_file():
                 status = file.stat()
                 files[file.relative_to(path.parent).as_posix()] = (status.st_size, status.st_mtime_ns)
-    return Record(to, max_bytes, table.hexdigest(), dict(sorted(files.items())))
+    return Record(to, max_bytes, quantize, table.hexdigest(), dict(sorted(files.items())))
 
 
 def save_record(folder: Path, record: Record, *, complete: bool) -> None:
@@ -79,7 +85,9 @@ def read_record(folder: Path) -> tuple[Record, bool] | None:
         if (values["format"], values["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
         files = {str(name): (int(size), int(time)) for name, (size, time) in values["files"].items()}
-        record = Record(str(values["to"]), int(values["max_bytes"]), str(values["tensors"]), files)
+        record = Record(
+            str(values["to"]), int(values["max_bytes"]), str(values["quantize"]), str(values["tensors"]), files
+        )
         return record, values["complete"] is True
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GROUPS = ("convert", "result", "refusal")
 PLACES = ("SOURCE", "TARGET")
-FORMS = ("orbax", "safetensors")
+FORMS, KINDS = ("orbax", "safetensors"), ("int8", "int4")
 
 
 def main(flags: FlagValues, *places: str) -> int:
@@ -27,6 +27,9 @@ def main(flags: FlagValues, *places: str) -> int:
     if to not in FORMS:
         raise UsageError(f"--to: the form to convert to; found {to!r}; expected {' or '.join(FORMS)}")
     max_bytes = _bytes(given(flags, "max_shard_gb"))
+    quantize = given(flags, "quantize")
+    if quantize not in (None, *KINDS):
+        raise UsageError(f"--quantize: unknown; found {quantize!r}; expected {' or '.join(KINDS)}")
     if "jax" not in sys.modules:
         # orbax asks jax for its devices: nothing here needs one, or the memory that jax would take on it
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -36,7 +39,12 @@ def main(flags: FlagValues, *places: str) -> int:
 
     try:
         made = convert(
-            places[0], places[1], to=to, max_bytes=max_bytes, progress=lambda total: byte_progress("convert", total)
+            places[0],
+            places[1],
+            to=to,
+            max_bytes=max_bytes,
+            quantize=quantize,
+            progress=lambda total: byte_progress("convert", total),
         )
     except KeyboardInterrupt:
         print("\nthe same command continues where this one stopped", file=sys.stderr)

@@ -74,6 +74,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "max_shard_gb",
             "10^9 bytes of a part at most: a group (default 2; what a killed run does again at most) or a file (default 5)",
         ),
+        Flag(
+            "quantize",
+            "int8 or int4: quantise the layers' projections, in the form of compressed-tensors (needs qwix); default: no",
+        ),
     ),
     "result": (Flag("json", "what was done, as one JSON object on standard output", "switch"),),
     "refusal": (Flag("traceback", "show where in the code an input was refused", "switch"),),

@@ -24,7 +24,7 @@ from eaglejax.errors import EagleJaxError
 COMMANDS = {
     "generate": "answer prompts: text, token ids, chat messages or a JSONL file",
     "chat": "talk with the model in the terminal",
-    "convert": "a checkpoint in another form, bit for bit; a run that was killed is continued by the same command",
+    "convert": "a checkpoint in another form, bit for bit or quantised; the same command continues a run that was killed",
 }
 OK, REFUSED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 

@@ -26,6 +26,7 @@ def target(data):
         (["a", "b", "--to=orbax", "--max_shard_gb=two"], "--max_shard_gb: not a number; found 'two'"),
         (["a", "b", "--to=orbax", "--max_shard_gb=0"], "--max_shard_gb: out of range; found 0; expected above 0"),
         (["a", "b", "--to=orbax", "--max_shard_gb=nan"], "--max_shard_gb: out of range"),
+        (["a", "b", "--to=orbax", "--quantize=int3"], "--quantize: unknown; found 'int3'; expected int8 or int4"),
         (["a", "b", "--too=orbax"], "Did you mean: to"),
     ],
 )
