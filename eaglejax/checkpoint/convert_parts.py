@@ -161,7 +161,8 @@ class Groups(Parts):
         move(draft, final)
 
     def _array(self, info: TensorInfo) -> Shaped[np.ndarray, "..."]:
-        """A view of the mapped file where its bytes are the tensor's, so that a group is never in memory as a whole."""
+        """A view of the mapped file where its bytes are the tensor's, so that a group is never in memory as a whole.
+        (tensorstore copies views that are not aligned to their dtype, which files by the format's own library are.)"""
         if type(self.reader) is not CheckpointReader or not info.size:
             return self.reader.read(info.name)
         data = np.memmap(info.file, np.uint8, "r", info.offset, (info.nbytes,))
