@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from eaglejax.checkpoint import orbax_folder
-from eaglejax.checkpoint.convert_parts import Files, Groups, cut
+from eaglejax.checkpoint.convert_parts import Files, Groups, Parts, cut
 from eaglejax.checkpoint.convert_record import RECORD, Record, make_record, read_record, save_record
 from eaglejax.checkpoint.durable import TEMPORARY, locked, move, sync, write_json
 from eaglejax.checkpoint.quantise import QuantisedReader, check_quantise, quantised_config
 from eaglejax.checkpoint.reader import open_checkpoint
 from eaglejax.checkpoint.source import Source, resolve
-from eaglejax.checkpoint.tensors import CheckpointReader
+from eaglejax.checkpoint.tensors import CheckpointReader, TensorInfo
 from eaglejax.errors import CheckpointError, ConfigError
 
 FORMS = ("orbax", "safetensors")
@@ -43,6 +43,7 @@ class Conversion:
         parts, kept: groups or files of the whole checkpoint, and how many of them an earlier run had made.
         written: bytes of tensors written in this run; seconds: its wall time.
         left_out: names in the source's folder that were not taken along (folders, other forms of the weights).
+        already_done: whether the target held this very conversion before.
     """
 
     source: Path
@@ -55,11 +56,7 @@ class Conversion:
     written: int
     seconds: float
     left_out: tuple[str, ...]
-
-    @property
-    def already_done(self) -> bool:
-        """Whether the target held this very conversion before."""
-        return self.kept == self.parts
+    already_done: bool
 
 
 def convert(
@@ -85,8 +82,8 @@ def convert(
         progress: begins a progress bar over the bytes still to be written.
 
     Raises:
-        ConfigError: `to`, `max_bytes` or `quantize` is impossible. CheckpointError: the source cannot be read, or has changed; the
-        target exists and is not this very conversion; there is too little space.
+        ConfigError: `to`, `max_bytes` or `quantize` is impossible. CheckpointError: the source cannot be read, or has
+        changed; the target exists and is not this very conversion; there is too little space.
     """
     if to not in FORMS:
         raise ConfigError("no form of a checkpoint", where="to", found=repr(to), expected=" or ".join(FORMS))
@@ -100,46 +97,81 @@ def convert(
     reader, config = _quantised(plain, found.folder, quantize)
     companions, left_out = _companions(found, {info.file.name for info in plain.tensors.values()})
     settings = {"to": to, "max_bytes": max_bytes, "quantize": quantize or ""}
-    record = make_record(plain, companions, **settings)
-    parts = cut(reader, max_bytes)
-    nbytes = sum(info.nbytes for info in reader.tensors.values())
+    job = _Job(
+        goal=goal,
+        reader=reader,
+        parts=cut(reader, max_bytes),
+        companions=companions,
+        config=config,
+        record=make_record(plain, companions, **settings),
+        record_now=lambda: make_record(open_checkpoint(found.path), companions, **settings),
+    )
+    already_done = goal.exists()
+    if already_done:
+        _refuse_other(goal, job.record)
+    kept, written = (len(job.parts), 0) if already_done else job.run(progress)
+    return Conversion(
+        source=found.path,
+        target=goal,
+        to=to,
+        tensors=len(reader.tensors),
+        nbytes=sum(info.nbytes for info in reader.tensors.values()),
+        parts=len(job.parts),
+        kept=kept,
+        written=written,
+        seconds=time.perf_counter() - begin,
+        left_out=left_out,
+        already_done=already_done,
+    )
 
-    def result(kept: int, written: int) -> Conversion:
-        seconds = time.perf_counter() - begin
-        size = len(reader.tensors)
-        return Conversion(found.path, goal, to, size, nbytes, len(parts), kept, written, seconds, left_out)
 
-    if goal.exists():
-        _refuse_other(goal, record)
-        return result(len(parts), 0)
-    partial = goal.with_name(goal.name + ".partial")
-    _make(partial)
-    with locked(partial):
-        _continue_or_begin(partial, record)
-        writer = Groups(partial, reader, parts) if to == "orbax" else Files(partial, reader, parts)
-        todo = writer.todo()
-        missing = sum(info.nbytes for index in todo for info in parts[index])
-        try:
-            _check_space(partial, missing + sum(path.stat().st_size for path in companions))
-            with progress(missing) as advance:
-                for index in todo:
-                    writer.write(index, advance)
-            writer.finish()
-            _copy(companions, partial)
-            if config is not None:
-                write_json(partial / "config.json", config)
-            now = make_record(open_checkpoint(found.path), companions, **settings)
-            if difference := record.difference(now):
-                raise CheckpointError("the source changed while it was converted", where=found.path, found=difference)
-            save_record(partial, record, complete=True)
-            if goal.exists():
-                raise CheckpointError("came into being during the conversion", where=goal)
-            move(partial, goal)
-        except OSError as e:
-            raise CheckpointError(
-                f"cannot be written ({e.strerror or e})", where=partial, fix="see to that; the next run continues here"
-            ) from e
-    return result(len(parts) - len(todo), missing)
+@dataclass(frozen=True)
+class _Job:
+    """A conversion that was checked and may begin. `config`: what replaces the source's config.json, if anything."""
+
+    goal: Path
+    reader: CheckpointReader
+    parts: list[list[TensorInfo]]
+    companions: list[Path]
+    config: dict[str, Any] | None
+    record: Record
+    record_now: Callable[[], Record]
+
+    def run(self, progress: Progress) -> tuple[int, int]:
+        """Makes what is missing and gives it all its final name. Returns the parts that were there, and the bytes of
+        the others."""
+        partial = self.goal.with_name(self.goal.name + ".partial")
+        _make(partial)
+        with locked(partial):
+            _continue_or_begin(partial, self.record)
+            writer = (Groups if self.record.to == "orbax" else Files)(partial, self.reader, self.parts)
+            todo = writer.todo()
+            missing = sum(info.nbytes for index in todo for info in self.parts[index])
+            try:
+                _check_space(partial, missing + sum(path.stat().st_size for path in self.companions))
+                with progress(missing) as advance:
+                    for index in todo:
+                        writer.write(index, advance)
+                self._finish(partial, writer)
+            except OSError as e:
+                raise CheckpointError(
+                    f"cannot be written ({e.strerror or e})",
+                    where=partial,
+                    fix="see to that; the next run continues here",
+                ) from e
+        return len(self.parts) - len(todo), missing
+
+    def _finish(self, partial: Path, writer: Parts) -> None:
+        writer.finish()
+        _copy(self.companions, partial)
+        if self.config is not None:
+            write_json(partial / "config.json", self.config)
+        if difference := self.record.difference(self.record_now()):
+            raise CheckpointError("the source changed while it was converted", where=self.reader.path, found=difference)
+        save_record(partial, self.record, complete=True)
+        if self.goal.exists():
+            raise CheckpointError("came into being during the conversion", where=self.goal)
+        move(partial, self.goal)
 
 
 def _open(source: Source) -> CheckpointReader:

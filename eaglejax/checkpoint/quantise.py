@@ -8,6 +8,7 @@ largest weight of a channel or group sets its scale, as qwix does it.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -126,7 +127,8 @@ def _made(info: TensorInfo, kind: str) -> list[TensorInfo]:
 def _quantiser(kind: str) -> Any:
     import jax
     import jax.numpy as jnp
-    import qwix
+
+    qwix = importlib.import_module("qwix")
 
     def run(weight):
         if kind == "int8":
