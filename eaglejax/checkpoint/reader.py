@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from eaglejax.checkpoint import gguf_file, torch_bin
+from eaglejax.checkpoint import gguf_file, orbax_folder, torch_bin
+from eaglejax.checkpoint.convert_record import refuse_unfinished
 from eaglejax.checkpoint.json_file import read_index
 from eaglejax.checkpoint.pointer import FETCH_AGAIN
 from eaglejax.checkpoint.safetensors_file import read_header
@@ -19,7 +20,8 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safeten
 
 
 def open_checkpoint(path: str | Path) -> CheckpointReader:
-    """Opens a Hugging Face folder, a .safetensors file or a .gguf file; reads headers only.
+    """Opens a Hugging Face folder, an Orbax folder that `eaglejax convert` made, a .safetensors file or a .gguf file;
+    reads headers only.
 
     A folder may hold model.safetensors, shards with or without model.safetensors.index.json, a single .safetensors file
     of another name, or, where it has none of these, pytorch_model.bin (whole or with its index).
@@ -44,6 +46,9 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
 
 
 def _open_folder(folder: Path) -> CheckpointReader:
+    refuse_unfinished(folder)
+    if orbax_folder.is_orbax_folder(folder):
+        return orbax_folder.open_orbax(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() and index.exists() and set(read_index(index).values()) != {single.name}:
         raise CheckpointError(

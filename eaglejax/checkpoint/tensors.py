@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,23 @@ class CheckpointReader:
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         data = read_bytes(info.file, info.offset + start * row, (stop - start) * row)
         return data.view(DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def read_block(
+        self,
+        name: str,
+        index: Sequence[slice],
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+    ) -> Shaped[np.ndarray, "..."]:
+        """The part of a tensor that `index` cuts out: one slice per axis, step 1, within bounds; a fresh array.
+
+        Arguments:
+            shape, dtype: the tensor's bytes seen as an array of this shape and dtype (a key of `DTYPES`) instead of
+                its own.
+        """
+        seen = self.read(name).reshape(-1).view(DTYPES[dtype or self.info(name).dtype])
+        return np.array(seen.reshape(self.info(name).shape if shape is None else tuple(shape))[tuple(index)])
 
     def info(self, name: str) -> TensorInfo:
         """The table's entry of `name`; a CheckpointError where there is none."""

@@ -79,6 +79,19 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("num_processes", "how many they are"),
         Flag("process_id", "number of this one, from 0; process 0 prints the answers"),
     ),
+    "convert": (
+        Flag("to", "orbax (read in slices, on any mesh) or safetensors (a Hugging Face folder); required"),
+        Flag(
+            "max_shard_gb",
+            "10^9 bytes of a part at most: a group (default 2; what a killed run does again at most) or a file (default 5)",
+        ),
+        Flag(
+            "quantize",
+            "int8 or int4: quantise the layers' projections, in the form of compressed-tensors (needs qwix); default: no",
+        ),
+    ),
+    "result": (Flag("json", "what was done, as one JSON object on standard output", "switch"),),
+    "refusal": (Flag("traceback", "show where in the code an input was refused", "switch"),),
     "run": (
         Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),
         Flag("traceback", "show where in the code an input was refused", "switch"),
@@ -107,9 +120,9 @@ def given(values: absl_flags.FlagValues, name: str) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
 
 
-def help_text(command: str, summary: str, groups: Sequence[str]) -> str:
-    """What `eaglejax COMMAND --help` prints: one line per flag, by group."""
-    lines = [f"usage: eaglejax {command} --flag=value ...", "", summary]
+def help_text(command: str, summary: str, groups: Sequence[str], places: Sequence[str] = ()) -> str:
+    """What `eaglejax COMMAND --help` prints: one line per flag, by group. `places`: the names of what is given without a flag."""
+    lines = [f"usage: eaglejax {' '.join((command, *places))} --flag=value ...", "", summary]
     for group in groups:
         lines += ["", f"{group}:"]
         for flag in GROUPS[group]:

@@ -19,10 +19,12 @@ from absl import flags as absl_flags
 from eaglejax.cli.flags import UsageError, define, help_text
 from eaglejax.errors import EagleJaxError
 
-# command -> what it does; each is a module of this package with GROUPS (its flags) and main(flags) -> exit code
+# command -> what it does; each is a module of this package with GROUPS (its flags) and main(flags) -> exit code; one that
+# takes words without a flag names them in PLACES and has main(flags, *words)
 COMMANDS = {
     "generate": "answer prompts: text, token ids, chat messages or a JSONL file",
     "chat": "talk with the model in the terminal",
+    "convert": "a checkpoint in another form, bit for bit or quantised; the same command continues a run that was killed",
 }
 OK, REFUSED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
@@ -66,18 +68,19 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"unknown command {name!r}.{hint} There are: {', '.join(COMMANDS)}")
     command = importlib.import_module(f"eaglejax.cli.{name}")
+    places = getattr(command, "PLACES", ())
     if any(word in ("--help", "-h", "-help") for word in rest):
-        print(help_text(name, COMMANDS[name], command.GROUPS))
+        print(help_text(name, COMMANDS[name], command.GROUPS, places))
         return OK
     flags = define(command.GROUPS)
     try:
         left = flags([f"eaglejax {name}", *rest])[1:]
     except absl_flags.Error as error:
         raise UsageError(str(error)) from None
-    if left:
-        raise UsageError(f"unexpected argument {left[0]!r}; everything is given as --flag=value")
+    if len(left) > len(places):
+        raise UsageError(f"unexpected argument {left[len(places)]!r}; everything else is given as --flag=value")
     _warnings_to_terminal()
-    return command.main(flags)
+    return command.main(flags, *left)
 
 
 def _overview() -> str:
