@@ -151,7 +151,8 @@ def _best_children(
     if spec.coupled:
         logits = lax.cond(jnp.any(request.temperature > 0), coupled, lambda x: x, logits)
     if over.axis is None:
-        return lax.top_k(_possible(jax.nn.log_softmax(logits, axis=-1)), spec.topk)
+        best, ids = lax.top_k(_possible(jax.nn.log_softmax(logits, axis=-1)), spec.topk)
+        return best, ids
     return _best_of_parts(logits, first, over, spec.topk)
 
 
