@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 # the programs run for milliseconds: without this most of a test would be LLVM at work
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_force_host_platform_device_count=8",
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

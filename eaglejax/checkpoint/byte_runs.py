@@ -28,9 +28,7 @@ def full_index(index: Sequence[slice], shape: tuple[int, ...]) -> tuple[slice, .
     return tuple(full)
 
 
-def block_runs(
-    shape: tuple[int, ...], itemsize: int, index: tuple[slice, ...]
-) -> tuple[Int64[np.ndarray, " n"], int]:
+def block_runs(shape: tuple[int, ...], itemsize: int, index: tuple[slice, ...]) -> tuple[Int64[np.ndarray, " n"], int]:
     """Where the runs of bytes of a block begin within the tensor, ascending, and the length that all have."""
     run, offsets, stride = itemsize, np.zeros(1, np.int64), itemsize
     contiguous = True

@@ -68,9 +68,7 @@ def _parts_within(recipe: Recipe, block: np.ndarray, index: Index) -> Iterator[t
             yield part, block[tuple(at - cut.start for at, cut in lead)], index[len(part.place) :]
 
 
-def _read_plain(
-    part: Part, reader: CheckpointReader, index: Index, target: np.ndarray, step: tuple[int, int]
-) -> None:
+def _read_plain(part: Part, reader: CheckpointReader, index: Index, target: np.ndarray, step: tuple[int, int]) -> None:
     info = reader.info(part.name)
     dtype = DTYPES[part.dtype or info.dtype]
     size = math.prod(target.shape) * dtype.itemsize
@@ -83,22 +81,17 @@ def _read_plain(
             _read_plain(part, reader, inner, target[(*(slice(None),) * axis, slice(at, end))], step)
         return
     view = part.view or plain(info.shape)
-    seen = {} if view.shape == info.shape else {"shape": view.shape}
-    if part.dtype is not None and part.dtype != info.dtype:
-        seen["dtype"] = part.dtype
-    values = reader.read_block(part.name, view.source(index), **seen)
+    shape = None if view.shape == info.shape else view.shape
+    values = reader.read_block(part.name, view.source(index), shape=shape, dtype=part.dtype)
     target[...] = values.transpose(view.order)
 
 
-def _read_scales(
-    part: Part, reader: CheckpointReader, index: Index, target: np.ndarray, step: tuple[int, int]
-) -> None:
+def _read_scales(part: Part, reader: CheckpointReader, index: Index, target: np.ndarray, step: tuple[int, int]) -> None:
     scales = part.scales
     assert scales is not None
     cells = _cells(scales, index, step)
     block = tuple(slice(int(rows[0]), int(rows[-1]) + 1) for rows in cells)
-    seen = {} if reader.info(part.name).shape == scales.grid else {"shape": scales.grid}
-    stored = reader.read_block(part.name, block, **seen)
+    stored = reader.read_block(part.name, block, shape=scales.grid)
     values = stored[np.ix_(*(rows - rows[0] for rows in cells))]
     counts = [0] * len(scales.view.shape)
     for part_of, axis in zip(index, scales.view.order, strict=True):

@@ -73,7 +73,7 @@ class Quantisation:
 
 
 def _named(pattern: str, module: str) -> bool:
-    """"re:" and a pattern for the beginning of a name; else a name, or one of its parts, "*" for any text."""
+    """ "re:" and a pattern for the beginning of a name; else a name, or one of its parts, "*" for any text."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     dotted = f".{module}."
@@ -95,7 +95,9 @@ def find_quantisation(places: Sequence[tuple[Mapping[str, Any], object]]) -> Qua
     setting, where = found[0]
     for other, other_where in found[1:]:
         if other != setting:
-            raise ConfigError("two different quantisations of one model", where=where, found=f"another in {other_where}")
+            raise ConfigError(
+                "two different quantisations of one model", where=where, found=f"another in {other_where}"
+            )
     if not isinstance(setting, Mapping):
         raise ConfigError("is no object", where=where, found=repr(setting))
     method = setting.get("quant_method")
@@ -148,8 +150,7 @@ def _must(setting: Mapping[str, Any], where: str, allowed: Mapping[str, tuple[An
 
 def _block(setting: Mapping[str, Any], key: str, where: str) -> tuple[int, int]:
     block = setting.get(key)
-    whole = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    if not whole:
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise ConfigError("must be two sizes", where=f"{where}.{key}", found=repr(block), expected="such as [128, 128]")
     return block[0], block[1]
 
@@ -226,7 +227,9 @@ def _compressed_scheme(group: Mapping[str, Any], form: Any, where: str) -> Schem
         case "group" if form != "float-quantized":
             size = weights.get("group_size")
             if type(size) is not int or size < 1:
-                raise ConfigError("must be a size", where=f"{place}.group_size", found=repr(size), expected="such as 32")
+                raise ConfigError(
+                    "must be a size", where=f"{place}.group_size", found=repr(size), expected="such as 32"
+                )
             rows, columns = 1, size
         case "channel":
             rows, columns = 1, 0

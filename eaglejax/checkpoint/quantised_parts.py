@@ -142,7 +142,7 @@ class _Layout:
             out = self.reader.tensors[self.part.name + self.scheme.values].shape[0]
         *_, rows, columns = self.blocks
         grid = (*lead, math.ceil(out / rows), math.ceil(width / columns))
-        allowed = [grid]
+        allowed: list[tuple[int, ...]] = [grid]
         if grid[-1] == 1:
             allowed.append(grid[:-1])
         if math.prod(grid) == 1:

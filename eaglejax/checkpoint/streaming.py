@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eaglejax.checkpoint.byte_runs import block_bytes
 from eaglejax.checkpoint.leaf_blocks import Index, bytes_needed, read_leaf_block
@@ -23,6 +24,8 @@ from eaglejax.checkpoint.tensors import CheckpointReader
 from eaglejax.checkpoint.weight_plan import Recipe
 from eaglejax.models.layers import leaves
 
+# a jax.Device, which is no type to a checker; None: the default device, where nothing is committed to one
+Device = Any
 log = logging.getLogger("eaglejax")
 # bytes of shards that may be read ahead of the one that is placed
 AHEAD = 256 << 20
@@ -51,24 +54,21 @@ class _Shard:
 
     leaf: str
     index: Index
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     step: tuple[int, int]
     nbytes: int
     needed: int
 
 
-def leaf_sharding(variable: nnx.Variable, mesh: Mesh | None) -> jax.sharding.Sharding:
-    """How a leaf lies over the mesh by its metadata `mesh_axes`; on the default device without a mesh."""
-    if mesh is None:
-        return SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+def leaf_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+    """How a leaf lies over the mesh by its metadata `mesh_axes`."""
     return NamedSharding(mesh, PartitionSpec(*(variable.get_metadata().get("mesh_axes") or ())))
 
 
-def global_shape(variable: nnx.Variable, mesh: Mesh | None) -> tuple[int, ...]:
+def global_shape(variable: nnx.Variable, mesh: Mesh) -> tuple[int, ...]:
     """The shape of a leaf over all devices; its own shape is that of one device."""
-    axes = (variable.get_metadata().get("mesh_axes") or ()) if mesh is not None else ()
-    axes = axes or (None,) * len(variable.shape)
-    return tuple(n if a is None or mesh is None else n * mesh.shape[a] for n, a in zip(variable.shape, axes, strict=True))
+    axes = variable.get_metadata().get("mesh_axes") or (None,) * len(variable.shape)
+    return tuple(n if axis is None else n * mesh.shape[axis] for n, axis in zip(variable.shape, axes, strict=True))
 
 
 def source_index(variable: nnx.Variable, shape: tuple[int, ...], index: tuple[slice, ...]) -> Index:
@@ -115,34 +115,56 @@ def fill(
     with _progress(stats.bytes_needed) as advance, ThreadPoolExecutor(2) as pool:
         blocks = _ahead(pool, read, jobs)
         for leaf, variable in variables.items():
-            arrays: dict[jax.Device, jax.Array] = {}
+            arrays: dict[Device, jax.Array] = {}
             for shard in shards[leaf]:
                 # no name may outlive its turn: the block is freed as soon as the devices have it
                 arrays |= _place(next(blocks), shard.devices)
                 advance(shard.needed)
-            sharding, shape = leaf_sharding(variable, mesh), global_shape(variable, mesh)
-            if isinstance(sharding, SingleDeviceSharding):
-                variable.set_value(next(iter(arrays.values())))
+            if mesh is None:
+                variable.set_value(arrays[None])
                 continue
+            sharding, shape = leaf_sharding(variable, mesh), global_shape(variable, mesh)
             ordered = [arrays[d] for d in sharding.addressable_devices_indices_map(shape)]
             variable.set_value(jax.make_array_from_single_device_arrays(shape, sharding, ordered))
     stats.bytes_read, stats.seconds = reader.bytes_read - before, time.perf_counter() - start
     return stats
 
 
+def place_whole(array: Any, variable: nnx.Variable, mesh: Mesh | None) -> jax.Array:
+    """A whole array as the value of a leaf: copied to every device that the leaf's metadata asks for.
+
+    Without mesh axes in the metadata that is all of it on each device of the mesh, also where `array` itself lies
+    over the mesh: a leaf is never a part of another model's array.
+    """
+    if mesh is None:
+        return jnp.asarray(array)
+    sharding, shape = leaf_sharding(variable, mesh), global_shape(variable, mesh)
+    if isinstance(array, jax.Array):
+        assert array.shape == shape, (array.shape, shape)
+        if array.sharding.device_set == sharding.device_set:
+            # a compiled copy also works where a process sees only its own part
+            return jax.jit(lambda whole: whole, out_shardings=sharding)(array)
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(shape, sharding, lambda index: array[source_index(variable, shape, index)])
+
+
 def _shards(
     leaf: str, variables: Mapping[str, Any], recipe: Recipe, reader: CheckpointReader, mesh: Mesh | None
 ) -> list[_Shard]:
     """The distinct blocks of a leaf that the devices of this process hold."""
-    variable = variables[leaf]
-    shape, step = global_shape(variable, mesh), (1, 1)
+    variable, step = variables[leaf], (1, 1)
     if recipe[0].scales is not None:
         values = variables[leaf.removesuffix(".scale") + ".values"]
         width = values.shape[-1] * recipe[0].scales.per_byte
         step = (values.shape[-2] // variable.shape[-2], width // variable.shape[-1])
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in leaf_sharding(variable, mesh).addressable_devices_indices_map(shape).items():
-        source = source_index(variable, shape, index or (slice(None),) * len(shape))
+    holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    shape = variable.shape if mesh is None else global_shape(variable, mesh)
+    whole = (slice(None),) * len(shape)
+    places: Mapping[Device, Any] = {None: whole}
+    if mesh is not None:
+        places = leaf_sharding(variable, mesh).addressable_devices_indices_map(shape)
+    for device, index in places.items():
+        source = source_index(variable, shape, index)
         # slices cannot be keys before Python 3.12
         holders.setdefault(tuple((part.start, part.stop) for part in source), []).append(device)
     shards = []
@@ -169,7 +191,7 @@ def _ahead(pool: ThreadPoolExecutor, read: Any, jobs: list[_Shard]) -> Iterator[
         held -= nbytes
 
 
-def _place(block: np.ndarray, devices: tuple[jax.Device, ...]) -> dict[jax.Device, jax.Array]:
+def _place(block: np.ndarray, devices: tuple[Device, ...]) -> dict[Device, jax.Array]:
     return {device: jax.block_until_ready(jax.device_put(block, device)) for device in devices}
 
 

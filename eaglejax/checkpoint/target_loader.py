@@ -172,7 +172,9 @@ def _report_quantised(
     ]
     if bare:
         some = _some(bare)
-        report.note(SECTION, f"not quantised in the files, though the config does not except them: {len(bare)} ({some})")
+        report.note(
+            SECTION, f"not quantised in the files, though the config does not except them: {len(bare)} ({some})"
+        )
 
 
 def _sort_leftovers(

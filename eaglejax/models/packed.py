@@ -104,8 +104,8 @@ class PackedWeight(nnx.Module):
 
     def take(self, ids: Int[Array, "*n"]) -> Float[Array, "*shape"]:
         """The plain weights of some indices of the first axis; ids out of range give the nearest."""
-        chosen = (jnp.take(table[...], ids, axis=0, mode="clip") for table in (self.values, self.scale))
-        return dequantise(*chosen, self.packing, self.dtype)
+        chosen = lambda table: jnp.take(table[...], ids, axis=0, mode="clip")
+        return dequantise(chosen(self.values), chosen(self.scale), self.packing, self.dtype)
 
 
 def dequantise(
