@@ -48,6 +48,18 @@ def spread(scale: np.ndarray, rows: int, columns: int, shape: tuple[int, ...]) -
     return wide[..., : shape[-2], : shape[-1]]
 
 
+def widen(values: np.ndarray, scale: np.ndarray, kind: str) -> np.ndarray:
+    """The float32 weights of the arrays that are kept on a device, in float64 up to the last step."""
+    if kind in ("int4", "mxfp4"):
+        nibbles = np.stack((values & 15, values >> 4), axis=-1).reshape(*values.shape[:-1], -1)
+        wide = nibbles.astype(np.float64) - 8 if kind == "int4" else FP4[nibbles]
+    else:
+        wide = values.astype(np.float64)
+    factors = 2.0 ** (scale.astype(np.float64) - 127) if kind == "mxfp4" else scale.astype(np.float64)
+    rows, columns = (a // b for a, b in zip(wide.shape[-2:], factors.shape[-2:], strict=True))
+    return (wide * spread(factors, rows, columns, wide.shape)).astype(np.float32)
+
+
 def block_max(w: np.ndarray, rows: int, columns: int) -> np.ndarray:
     out, width = w.shape[-2:]
     grid = (math.ceil(out / rows), math.ceil(width / columns))
@@ -124,8 +136,8 @@ CASES = {
     "fp8_block": (
         ("deepseek_v3_config", WIDE | dict(num_attention_heads=8, kv_lora_rank=32)),
         is_projection,
-        lambda name, w: fp8(name, w, 20, 24),
-        dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[20, 24]),
+        lambda name, w: fp8(name, w, 24, 20),
+        dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[24, 20]),
     ),
     "fp8_channel": (
         ("glm4_moe", WIDE | dict(num_attention_heads=8)),

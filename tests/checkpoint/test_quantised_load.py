@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from quantised_files import CASES, case_tensors, compressed, plain_config, write_case
+from quantised_files import CASES, case_tensors, compressed, config_of, plain_config, random_tensors, widen, write_case
 
 from eaglejax.checkpoint import leaf_blocks, quantised_parts, streaming
 from eaglejax.checkpoint.quantised import find_quantisation
@@ -22,7 +22,7 @@ from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models import packed
 from eaglejax.models.layers import leaves
-from eaglejax.models.packed import PackedWeight, Packing, dequantise
+from eaglejax.models.packed import PackedWeight, Packing
 from eaglejax.models.rows import causal_step
 from eaglejax.models.target import Target
 
@@ -47,13 +47,16 @@ def folders(tmp_path_factory):
     return get
 
 
-def plain_leaves(target) -> dict[str, np.ndarray]:
-    """Every weight of a model by the path it has in a plain one."""
+def plain_leaves(target, ours: bool = False) -> dict[str, np.ndarray]:
+    """Every weight of a model by the path it has in a plain one; `ours`: widened as the model does it."""
     found = {}
     for path, node in nnx.iter_graph(target):
         name = ".".join(map(str, path))
-        if isinstance(node, PackedWeight):
+        if isinstance(node, PackedWeight) and ours:
             found[name] = np.asarray(node.dense(jnp.float32))
+        elif isinstance(node, PackedWeight):
+            arrays = (np.asarray(part[...]) for part in (node.values, node.scale))
+            found[name] = widen(*arrays, node.packing.kind)
         elif isinstance(node, nnx.Param) and not name.endswith((".values",)) and f"{name[:-6]}" not in found:
             found[name] = np.asarray(node[...])
     return {name: value for name, value in found.items() if not name.endswith("weight.scale")}
@@ -74,7 +77,7 @@ def test_weights_are_the_plain_ones_to_the_bit(folders, case):
     report = LoadReport()
     target = load_target(quantised, report=report)
     assert kinds(target) == {case.split("_")[0]}
-    same_weights(plain_leaves(target), plain_leaves(load_target(plain)))
+    same_weights(plain_leaves(target, ours=True), plain_leaves(load_target(plain)))
     assert "stay" in str(report) and ("weights only" in str(report)) == (case in ("fp8_block", "fp8_channel"))
 
 
@@ -100,7 +103,7 @@ def test_a_planted_fault_is_seen(folders, monkeypatch, fault):
     want = plain_leaves(load_target(plain))
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises((AssertionError, ValueError, IndexError, TypeError)):
-        same_weights(plain_leaves(load_target(quantised)), want)
+        same_weights(plain_leaves(load_target(quantised), ours=True), want)
 
 
 def split_build(target_config, pick, devices=DEVICES, dtype="float32"):
@@ -137,11 +140,11 @@ def device_parts(node) -> list[tuple[tuple[slice, ...], np.ndarray]]:
     scales = {shard.device: shard.data for shard in node.scale.get_value().addressable_shards}
     parts = []
     for shard in node.values.get_value().addressable_shards:
-        weights = dequantise(shard.data, scales[shard.device], node.packing, jnp.float32)
+        weights = widen(np.asarray(shard.data), np.asarray(scales[shard.device]), node.packing.kind)
         *lead, row = shard.index
         per = node.packing.per_byte
         whole = slice(None if row.start is None else row.start * per, None if row.stop is None else row.stop * per)
-        parts.append(((*lead, whole), np.asarray(weights)))
+        parts.append(((*lead, whole), weights))
     return parts
 
 
@@ -167,8 +170,6 @@ def test_every_split_over_eight_devices(folders, case, pick):
 
 def test_repeated_blocks(tmp_path):
     """Two key/value heads on eight devices: four of them hold the first, four the second."""
-    from quantised_files import config_of, random_tensors
-
     config = config_of("glm4_moe")
     folder = write_case(tmp_path / "m", config, random_tensors(config))
     whole = load_target(folder).layers[0].attention.kv.weight[...]
@@ -225,6 +226,7 @@ def test_logits_are_those_of_the_plain_model(folders):
 # ---- refusals
 
 Q = "model.layers.1.self_attn.q_b_proj.weight"
+EMBEDDING, DOWN_SCALES = "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj_scales"
 EXPERT = "language_model.model.layers.1.mlp.experts.3.up_proj.weight"
 
 
@@ -238,13 +240,13 @@ def change(name, how):
 
 REFUSED = [
     ("fp8_block", drop(f"{Q}_scale_inv"), f"'{Q}_scale_inv', the scales of.*is missing"),
-    ("fp8_block", change(f"{Q}_scale_inv", np.transpose), r"q_b_proj.weight_scale_inv' has the wrong shape.*\[2, 10\].*transposed.*\[10, 2\]"),
-    ("fp8_block", change(f"{Q}_scale_inv", lambda s: s[:-1]), r"has the wrong shape.*found \[9, 2\]; expected \[10, 2\]"),
+    ("fp8_block", change(f"{Q}_scale_inv", np.transpose), r"weight_scale_inv' has the wrong shape.*\[2, 8\].*transposed.*\[8, 2\]"),
+    ("fp8_block", change(f"{Q}_scale_inv", lambda s: s[:-1]), r"has the wrong shape.*found \[7, 2\]; expected \[8, 2\]"),
     ("fp8_block", change(f"{Q}_scale_inv", lambda s: s.astype(np.int32)), "cannot be a scale.*I32.*F32"),
     ("fp8_block", change(Q, lambda w: w.astype(np.float32)), "not quantised and has scales"),
     ("fp8_block", change(Q, lambda w: w.astype(ml_dtypes.float8_e5m2)), "cannot be read.*F8_E5M2"),
     ("fp8_block", change(Q, lambda w: w[:-1]), r"q_b_proj.weight' has the wrong shape"),
-    ("fp8_block", change("model.embed_tokens.weight", lambda w: w.astype(ml_dtypes.float8_e4m3fn)), "embed_tokens.*cannot be read.*F8_E4M3"),
+    ("fp8_block", change(EMBEDDING, lambda w: w.astype(ml_dtypes.float8_e4m3fn)), "embed_tokens.*cannot be read.*F8_E4M3"),
     ("int4_group", drop(f"{EXPERT}_scale"), f"'{EXPERT}_scale', the scales of"),
     ("int4_group", drop(f"{EXPERT}_packed"), f"'{EXPERT}' is missing"),
     ("int4_group", drop(f"{EXPERT}_shape"), "weight_shape' is missing"),
@@ -252,9 +254,9 @@ REFUSED = [
     ("int4_group", change(f"{EXPERT}_packed", lambda w: w[:, :-1]), r"weight_packed' has the wrong shape.*I32 \[48, 7\].*I32 \[48, 8\]"),
     ("int4_group", change(f"{EXPERT}_packed", lambda w: w.view(np.uint8)), "not quantised as quantization_config says.*U8.*I32"),
     ("int4_group", change(f"{EXPERT}_scale", lambda s: s.astype(np.float32)), "quantised in different ways.*bfloat16.*float32"),
-    ("mxfp4", drop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales', the scales of"),
-    ("mxfp4", change("model.layers.0.mlp.experts.down_proj_scales", lambda s: s.transpose(0, 2, 1)), "down_proj_scales' has the wrong shape"),
-    ("mxfp4", change("model.layers.0.mlp.experts.down_proj_scales", lambda s: s.astype(np.float32)), "cannot be a scale.*F32.*U8"),
+    ("mxfp4", drop(DOWN_SCALES), "down_proj_scales', the scales of"),
+    ("mxfp4", change(DOWN_SCALES, lambda s: s.transpose(0, 2, 1)), "down_proj_scales' has the wrong shape"),
+    ("mxfp4", change(DOWN_SCALES, lambda s: s.astype(np.float32)), "cannot be a scale.*F32.*U8"),
     ("mxfp4", change("model.layers.0.mlp.experts.down_proj_blocks", lambda b: b[..., :8]), "down_proj_blocks' has the wrong shape"),
     ("fp8_channel", change("model.layers.0.self_attn.q_proj.weight_scale", np.transpose), "transposed"),
 ]  # fmt: skip
@@ -300,7 +302,7 @@ CHANNEL = dict(num_bits=8, type="float", strategy="channel")
 @pytest.mark.parametrize(
     "setting, words",
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq' cannot be read.*quant_method"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method.*'gptq' cannot be read"),
         ({"bits": 4}, "None cannot be read"),
         ({"quant_method": "fp8"}, "weight_block_size.*two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
