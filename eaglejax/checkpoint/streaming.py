@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def global_shape(variable: nnx.Variable, mesh: Mesh) -> tuple[int, ...]:
     return tuple(n if axis is None else n * mesh.shape[axis] for n, axis in zip(variable.shape, axes, strict=True))
 
 
-def source_index(variable: nnx.Variable, shape: tuple[int, ...], index: tuple[slice, ...]) -> Index:
+def source_index(variable: nnx.Variable, shape: tuple[int, ...], index: Sequence[slice]) -> Index:
     """The block of the weights as the files hold them that fills the block `index` of the global leaf.
 
     Along an axis with `repeats` r, devices 0 to r - 1 hold the first block, the next r the second, and so on.
@@ -162,9 +162,9 @@ def _shards(
     whole = (slice(None),) * len(shape)
     places: Mapping[Device, Any] = {None: whole}
     if mesh is not None:
-        places = leaf_sharding(variable, mesh).addressable_devices_indices_map(shape)
+        places = dict(leaf_sharding(variable, mesh).addressable_devices_indices_map(shape))
     for device, index in places.items():
-        source = source_index(variable, shape, index)
+        source = source_index(variable, shape, index or whole)
         # slices cannot be keys before Python 3.12
         holders.setdefault(tuple((part.start, part.stop) for part in source), []).append(device)
     shards = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,12 +100,17 @@ class PackedWeight(nnx.Module):
     def __getitem__(self, index: Any) -> Float[Array, "*shape"]:
         if index is Ellipsis:
             return self.dense(self.dtype)
-        return dequantise(self.values[...][index], self.scale[...][index], self.packing, self.dtype)
+        return self._dequantised(lambda table: table[index])
 
     def take(self, ids: Int[Array, "*n"]) -> Float[Array, "*shape"]:
         """The plain weights of some indices of the first axis; ids out of range give the nearest."""
-        chosen = lambda table: jnp.take(table[...], ids, axis=0, mode="clip")
-        return dequantise(chosen(self.values), chosen(self.scale), self.packing, self.dtype)
+        return self._dequantised(lambda table: jnp.take(table, ids, axis=0, mode="clip"))
+
+    def _dequantised(self, choose: Callable[[Array], Array]) -> Float[Array, "*shape"]:
+        # As bytes: a compiler without float8 of its own (the CPU's) widens the whole table before it takes a part.
+        raw = lax.bitcast_convert_type(self.values[...], jnp.uint8)
+        values = lax.bitcast_convert_type(choose(raw), VALUE_DTYPES[self.packing.kind])
+        return dequantise(values, choose(self.scale[...]), self.packing, self.dtype)
 
 
 def dequantise(
