@@ -145,7 +145,9 @@ def place_whole(array: Any, variable: nnx.Variable, mesh: Mesh | None) -> jax.Ar
             # a compiled copy also works where a process sees only its own part
             return jax.jit(lambda whole: whole, out_shardings=sharding)(array)
         return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(shape, sharding, lambda index: array[source_index(variable, shape, index)])
+    whole = (slice(None),) * len(shape)
+    block = lambda index: array[source_index(variable, shape, index or whole)]
+    return jax.make_array_from_callback(shape, sharding, block)
 
 
 def _shards(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from quantised_files import CASES, case_tensors, compressed, config_of, plain_config, random_tensors, widen, write_case
+from quantised_files import CASES, case_tensors, compressed, plain_config, widen, write_case
 
 from eaglejax.checkpoint import leaf_blocks, quantised_parts, streaming
 from eaglejax.checkpoint.quantised import find_quantisation
@@ -168,11 +168,11 @@ def test_every_split_over_eight_devices(folders, case, pick):
     same_weights(plain_leaves(target), want)
 
 
-def test_repeated_blocks(tmp_path):
+@pytest.mark.parametrize("form", ["quantised", "plain"])
+def test_repeated_blocks(folders, form):
     """Two key/value heads on eight devices: four of them hold the first, four the second."""
-    config = config_of("glm4_moe")
-    folder = write_case(tmp_path / "m", config, random_tensors(config))
-    whole = load_target(folder).layers[0].attention.kv.weight[...]
+    folder = dict(zip(("quantised", "plain"), folders("fp8_channel"), strict=True))[form]
+    whole = plain_leaves(load_target(folder))["layers.0.attention.kv.weight"]
     reading, reader = open_target(folder)
     head = reading.config.layers[0].attention.head_dim
 
@@ -185,11 +185,11 @@ def test_repeated_blocks(tmp_path):
         return target
 
     target = build_target(reading, reader, "float32", LoadReport(), mesh_of(), build)
-    leaf = target.layers[0].attention.kv.weight.get_value()
-    assert leaf.shape == (2, 8 * head, whole.shape[2])
-    for shard in leaf.addressable_shards:
-        place = shard.index[1].start // head // 4
-        np.testing.assert_array_equal(shard.data, whole[:, place * head : (place + 1) * head])
+    parts = device_parts(target.layers[0].attention.kv.weight)
+    assert len(parts) == DEVICES
+    for index, part in parts:
+        place = index[1].start // head // 4
+        np.testing.assert_array_equal(part, whole[:, place * head : (place + 1) * head])
 
 
 def test_the_same_over_data_and_model(folders):
