@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -46,7 +47,7 @@ def bytes_needed(recipe: Recipe, reader: CheckpointReader, index: Index, step: t
             dtype = DTYPES[part.dtype or reader.info(part.name).dtype]
             total += math.prod(p.stop - p.start for p in rest) * dtype.itemsize
         else:
-            cells = math.prod(len(np.unique(rows)) for rows in _cells(part.scales, rest, step))
+            cells = _distinct(part.scales, tuple((p.start, p.stop) for p in rest), step)
             total += cells * DTYPES[reader.info(part.name).dtype].itemsize
     return total
 
@@ -97,6 +98,13 @@ def _read_scales(part: Part, reader: CheckpointReader, index: Index, target: np.
     for part_of, axis in zip(index, scales.view.order, strict=True):
         counts[axis] = part_of.stop - part_of.start
     target[...] = values.reshape(counts).transpose(scales.view.order)
+
+
+@lru_cache(maxsize=1024)
+def _distinct(scales: Scales, ends: tuple[tuple[int, int], ...], step: tuple[int, int]) -> int:
+    """How many stored scales a block has; the experts of a model, by the ten thousand, all have the same."""
+    index = tuple(slice(*pair) for pair in ends)
+    return math.prod(len(np.unique(rows)) for rows in _cells(scales, index, step))
 
 
 def _cells(scales: Scales, index: Index, step: tuple[int, int]) -> list[Int[np.ndarray, " n"]]:
