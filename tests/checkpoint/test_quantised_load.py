@@ -168,6 +168,32 @@ def test_every_split_over_eight_devices(folders, case, pick):
     same_weights(plain_leaves(target), want)
 
 
+def test_a_fault_in_the_split_is_seen(folders, monkeypatch):
+    right = streaming.source_index
+
+    def next_device(variable, shape, index):
+        """Every device gets the block of the one after it."""
+        cut = right(variable, shape, index)
+        size = [part.stop - part.start for part in cut]
+        start = [(part.start + n) % whole for part, n, whole in zip(cut, size, shape, strict=True)]
+        return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+
+    monkeypatch.setattr(streaming, "source_index", next_device)
+    with pytest.raises(AssertionError):
+        test_every_split_over_eight_devices(folders, "int4_group", min)
+    # the scales of whole blocks where a device's part cuts them
+    monkeypatch.setattr(streaming, "source_index", right)
+    monkeypatch.setattr(leaf_blocks, "_cells", shifted(leaf_blocks._cells))
+    with pytest.raises((AssertionError, IndexError)):
+        test_every_split_over_eight_devices(folders, "fp8_block", min)
+
+
+def shifted(cells):
+    """Scales found as if every block of a leaf began where the leaf does."""
+    start_at_zero = lambda index: tuple(slice(0, part.stop - part.start) for part in index)
+    return lambda scales, index, step: cells(scales, start_at_zero(index), step)
+
+
 @pytest.mark.parametrize("form", ["quantised", "plain"])
 def test_repeated_blocks(folders, form):
     """Two key/value heads on eight devices: four of them hold the first, four the second."""
