@@ -20,6 +20,7 @@ from eaglejax.kernels import select
 from eaglejax.load_report import LoadReport
 from eaglejax.models.capture import Capture, CaptureReading
 from eaglejax.models.draft import Draft
+from eaglejax.models.split import UNSPLIT
 from eaglejax.models.target import Target
 from eaglejax.sharding.mesh import DATA, MODEL, axis_size
 from eaglejax.sharding.rules import Placement, split_draft, split_target
@@ -89,7 +90,9 @@ def load_pair(
     folder = source.folder if reader.hf_config is None else None
     pair = Pair(
         name=model,
-        target=build_target(reading, reader, dtype, report, split=split, mesh=mesh),
+        target=build_target(
+            reading, reader, dtype, report, mesh, lambda: Target(reading.config, dtype=dtype, split=split)
+        ),
         tokenizer=tokenizer,
         eos_ids=read_eos_ids(folder, config, tokenizer),
         dtype=jnp.dtype(dtype),
@@ -97,8 +100,9 @@ def load_pair(
         mesh=mesh,
     )
     if plan is not None:
-        assert draft_split is not None
-        loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report, split=draft_split, mesh=mesh)
+        config, own_split = plan.config, draft_split or UNSPLIT
+        build = lambda: Draft(config, dtype=dtype, split=own_split)
+        loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report, mesh=mesh, build=build)
         pair.draft, pair.capture = loaded.draft, loaded.capture
     _report_mesh(pair, placement, notes)
     _report_text(pair)

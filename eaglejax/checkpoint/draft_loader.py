@@ -4,7 +4,7 @@ weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from eaglejax.checkpoint.draft_weights import check_shapes, fill, read_parameter
 from eaglejax.checkpoint.json_file import read_config
 from eaglejax.checkpoint.reader import CheckpointReader, open_checkpoint
 from eaglejax.checkpoint.source import Source, resolve
+from eaglejax.checkpoint.streaming import place_whole
 from eaglejax.checkpoint.vocab_map import check_vocabulary, map_vocabulary
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
@@ -31,9 +32,7 @@ from eaglejax.models.draft_config import TargetFacts, read_draft_config
 from eaglejax.models.draft_formats import FlatConfig, flatten
 from eaglejax.models.draft_keys import check_keys
 from eaglejax.models.layers import leaves
-from eaglejax.models.split import UNSPLIT, ModelSplit
 from eaglejax.models.target import Target
-from eaglejax.sharding.layout import arrange, place
 
 EMBEDDING, HEAD, TARGET_NORM = "embedding.weight", "head.weight", "fusion.target_norm.scale"
 
@@ -75,6 +74,7 @@ def read_draft(
     capture: Capture = "auto",
     overrides: Mapping[str, Any] | None = None,
     report: LoadReport,
+    mesh: Mesh | None = None,
 ) -> LoadedDraft:
     """Load a draft.
 
@@ -86,6 +86,7 @@ def read_draft(
         capture: how the config numbers capture layers, or the boundaries (`models.capture.read_capture`).
         overrides: config keys to replace, e.g. {"rope_theta": 10000.0} or {"norm_output": False}.
         report: gets every choice in plain words.
+        mesh: the draft lies whole on each of its devices; None: one device.
 
     Raises CheckpointError or ConfigError before any weight is read.
     """
@@ -95,7 +96,7 @@ def read_draft(
     elif target_embedding is not None:
         facts = TargetFacts(vocab_size=int(target_embedding.shape[0]))
     plan = inspect_draft(folder, target=facts, capture=capture, overrides=overrides, report=report)
-    return load_plan(plan, dtype=dtype, target=target, target_embedding=target_embedding, report=report)
+    return load_plan(plan, dtype=dtype, target=target, target_embedding=target_embedding, report=report, mesh=mesh)
 
 
 def facts_of(target: TargetConfig) -> TargetFacts:
@@ -159,21 +160,29 @@ def load_plan(
     target: Target | None = None,
     target_embedding: Float[Array, "v d"] | Float[np.ndarray, "v d"] | None = None,
     report: LoadReport,
-    split: ModelSplit = UNSPLIT,
     mesh: Mesh | None = None,
+    build: Callable[[], Draft] | None = None,
 ) -> LoadedDraft:
-    """Read the weights of a checked draft; borrowed ones are the target's own arrays, or on a mesh a copy as the draft is split."""
+    """Read the weights of a checked draft; borrowed ones are the target's own arrays.
+
+    Arguments:
+        mesh: where the leaves are laid by their `mesh_axes`, by default whole on every device; borrowed arrays are
+            then copied from the target's, which may be split.
+        build: makes the draft of one device, called under `nnx.eval_shape`; by default the whole of it.
+    """
     config, where = plan.config, plan.reader.path
     values: dict[str, Any] = _lend(plan, dtype, target, target_embedding, report)
-    draft = nnx.eval_shape(lambda: Draft(config, dtype=dtype, split=split))
-    plans = sources(config)
-    variables = leaves(draft)
-    for path in variables.keys() - values.keys() - ({HEAD} if plan.tied else set()):
-        values[path] = read_parameter(plan.reader, plan.tensors, plans[path], dtype)
+    draft = nnx.eval_shape(build or (lambda: Draft(config, dtype=dtype)))
+    plans, variables = sources(config), leaves(draft)
+    for path in sorted(variables):
+        if path not in values and not (plan.tied and path == HEAD):
+            values[path] = read_parameter(plan.reader, plan.tensors, plans[path], dtype)
+        if path in values:
+            values[path] = place_whole(values[path], variables[path], mesh)
     if plan.tied:
         values[HEAD] = values[EMBEDDING]
-    fill(draft, {path: arrange(value, variables[path], mesh) for path, value in values.items()})
-    draft.target_ids.set_value(place(plan.target_ids, mesh))
+    fill(draft, values)
+    draft.target_ids.set_value(place_whole(plan.target_ids, draft.target_ids, mesh))
     stored = sorted({info.dtype for name, info in plan.tensors.infos.items() if name not in ("d2t", "t2d")})
     report.note("draft", f"{where.name}: weights stored as {', '.join(stored)}, computed in {jnp.dtype(dtype).name}")
     return LoadedDraft(draft, plan.capture, config, plan.score_temperature)

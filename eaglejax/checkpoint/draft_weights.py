@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Shaped
+from jaxtyping import DTypeLike, Shaped
 
 from eaglejax.checkpoint.draft_names import SCALE, DraftTensors
 from eaglejax.checkpoint.finite import refuse_nonfinite
@@ -174,10 +174,11 @@ def _check_dtype(tensors: DraftTensors, name: str, where: object) -> None:
 
 def read_parameter(
     reader: CheckpointReader, tensors: DraftTensors, source: Source, dtype: DTypeLike
-) -> Shaped[Array, "..."]:
-    """One parameter in the compute dtype; integer and float8 weights are multiplied by their scales in float32."""
+) -> Shaped[np.ndarray, "..."]:
+    """One whole parameter in the compute dtype; integer and float8 weights are multiplied by their scales in
+    float32."""
     arrays = [_dequantised(reader, tensors, name) for name in source.names]
-    return jnp.asarray(source.combine(arrays).astype(jnp.dtype(dtype)))
+    return source.combine(arrays).astype(jnp.dtype(dtype), copy=False)
 
 
 def _dequantised(reader: CheckpointReader, tensors: DraftTensors, name: str) -> Shaped[np.ndarray, "..."]:

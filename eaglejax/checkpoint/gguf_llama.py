@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from eaglejax.checkpoint.byte_runs import full_index, read_bytes
 from eaglejax.checkpoint.gguf_file import GGUFTensor, widen
-from eaglejax.checkpoint.tensors import CheckpointReader, TensorInfo, read_bytes
+from eaglejax.checkpoint.tensors import CheckpointReader, TensorInfo, cut_block
 from eaglejax.errors import CheckpointError
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -79,7 +81,9 @@ class LlamaGGUFReader(CheckpointReader):
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         info, tensor = self.info(name), self._source[name]
-        values = widen(read_bytes(info.file, info.offset, tensor.nbytes), tensor.form, info.shape, info.file)
+        raw = read_bytes(info.file, info.offset, tensor.nbytes)
+        self.count_bytes(raw.nbytes)
+        values = widen(raw, tensor.form, info.shape, info.file)
         order = self._row_order(info)
         return values if order is None else values[order]
 
@@ -93,7 +97,17 @@ class LlamaGGUFReader(CheckpointReader):
         first, count = int(wanted.min()), int(wanted.max() - wanted.min()) + 1
         row = tensor.nbytes // info.shape[0]
         raw = read_bytes(info.file, info.offset + first * row, count * row)
+        self.count_bytes(raw.nbytes)
         return widen(raw, tensor.form, (count, *info.shape[1:]), info.file)[wanted - first]
+
+    def read_block(
+        self, name: str, index: Sequence[slice], *, shape: Sequence[int] | None = None, dtype: str | None = None
+    ) -> Shaped[np.ndarray, "..."]:
+        """As for any reader; whole rows are read and widened, and cut then. Seen in another shape: the whole tensor."""
+        if shape is not None or dtype is not None or not index:
+            return cut_block(self.read(name), index, shape, dtype)
+        rows, *rest = full_index(index, self.info(name).shape)
+        return np.array(self.read_rows(name, rows.start, rows.stop)[(slice(None), *rest)])
 
     def _row_order(self, info: TensorInfo) -> Int64[np.ndarray, " n"] | None:
         """Where the file keeps each row of q or k: there RoPE rotates neighbours, in Hugging Face's order halves."""

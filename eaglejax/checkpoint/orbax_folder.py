@@ -115,6 +115,7 @@ class OrbaxReader(CheckpointReader):
                 expected=f"{expected[0]} {list(expected[1])}",
                 fix=CONVERT_AGAIN,
             )
+        self.count_bytes(data.nbytes)
         return data
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,21 +13,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
-from eaglejax.checkpoint.finite import refuse_nonfinite
+from eaglejax.checkpoint.choice import choose, packings, quantisable
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
-from eaglejax.checkpoint.reader import CheckpointReader, TensorInfo, open_checkpoint
-from eaglejax.checkpoint.weight_plan import Plan, Recipe, Stems, target_plan
+from eaglejax.checkpoint.quantised import Quantisation, find_quantisation
+from eaglejax.checkpoint.reader import CheckpointReader, open_checkpoint
+from eaglejax.checkpoint.streaming import fill
+from eaglejax.checkpoint.weight_plan import Recipe, Stems, target_plan
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
-from eaglejax.models.layers import leaves
-from eaglejax.models.split import UNSPLIT, ModelSplit
+from eaglejax.models.packed import pack
 from eaglejax.models.target import Target
 from eaglejax.models.target_config import TargetReading, read_target_config
-from eaglejax.sharding.layout import arrange, whole_shape
 
 SECTION = "target"
 DTYPES = ("float32", "bfloat16")
-FLOATS = ("F64", "F32", "F16", "BF16")
 # tables that are computed here, and masks of old releases
 BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(masked_bias|attn\.bias)$")
 
@@ -63,13 +63,15 @@ def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
         values, generation = read_config(base), read_generation_config(base)
     where = path if path.suffix == ".gguf" else base / "config.json"
     reading = read_target_config(values, where=where, generation=generation)
+    find_quantisation(reading.quantisation)
     reader = open_checkpoint(path) if path.suffix != ".gguf" else reader  # pyright: ignore[reportPossiblyUnbound]
     return reading, reader
 
 
 def check_target(reading: TargetReading, reader: CheckpointReader) -> dict[str, Recipe]:
     """The tensors that every parameter is made of, each checked against the config by name, shape and dtype."""
-    return choose(target_plan(reading.config, reading.family, _stems(reading, reader)), reader)
+    plan = target_plan(reading.config, reading.family, _stems(reading, reader))
+    return choose(plan, reader, find_quantisation(reading.quantisation))
 
 
 def build_target(
@@ -77,19 +79,35 @@ def build_target(
     reader: CheckpointReader,
     dtype: str,
     report: LoadReport,
-    *,
-    split: ModelSplit = UNSPLIT,
     mesh: Mesh | None = None,
+    build: Callable[[], Target] | None = None,
 ) -> Target:
-    """The target of a config that was read, filled from a reader and split over a mesh."""
-    config = reading.config
+    """The target of a config that was read, filled from a reader.
+
+    Arguments:
+        mesh: where the leaves are laid by their `mesh_axes` and `repeats`; each process reads what its devices hold.
+        build: makes the target of one device, called under `nnx.eval_shape`; by default the whole of it. Its
+            parameters may be split along any axis that has a mesh axis. Those that the checkpoint holds quantised
+            become `PackedWeight`s of the same split.
+    """
     stems = _stems(reading, reader)
     chosen = check_target(reading, reader)
     _report(reading, reader, chosen, dtype, report)
     _sort_leftovers(reading, reader, chosen, stems, report)
-    target = nnx.eval_shape(lambda: Target(config, dtype=dtype, split=split))
-    fill(target, chosen, reader, mesh)
+    target = abstract_target(build or (lambda: Target(reading.config, dtype=dtype)), chosen)
+    report.note(SECTION, str(fill(target, chosen, reader, mesh)))
     return target
+
+
+def abstract_target(build: Callable[[], Target], chosen: Mapping[str, Recipe]) -> Target:
+    """The abstract target that `fill` fills: `build`'s, with a `PackedWeight` for every quantised weight."""
+
+    def packed() -> Target:
+        target = build()
+        pack(target, packings(chosen))
+        return target
+
+    return nnx.eval_shape(packed)
 
 
 def _stems(reading: TargetReading, reader: CheckpointReader) -> Stems:
@@ -107,63 +125,17 @@ def _stems(reading: TargetReading, reader: CheckpointReader) -> Stems:
     )
 
 
-def choose(plan: Plan, reader: CheckpointReader) -> dict[str, Recipe]:
-    """For each leaf the recipe that the checkpoint holds; every name, shape and dtype is checked against the
-    headers."""
-    chosen, faults = {}, []
-    for leaf, recipes in plan.items():
-        recipe = next((r for r in recipes if any(part.name in reader.tensors for part in r)), recipes[0])
-        chosen[leaf] = recipe
-        for part in recipe:
-            info = reader.tensors.get(part.name)
-            if info is None:
-                faults.append(("is missing", reader.path, part.name, "nothing", f"{list(part.shape)}"))
-            elif not _fits(info, part.shape, part.padded):
-                faults.append(
-                    ("has the wrong shape", info.file, part.name, f"{list(info.shape)}", f"{list(part.shape)}")
-                )
-            elif info.dtype not in FLOATS:
-                expected = f"one of {', '.join(FLOATS)}; quantised weights cannot be read yet"
-                faults.append(("has a dtype that cannot be read", info.file, part.name, info.dtype, expected))
-    if faults:
-        what, file, tensor, found, expected = faults[0]
-        more = f" (and {len(faults) - 1} more tensors at fault)" if len(faults) > 1 else ""
-        raise CheckpointError(f"tensor {tensor!r} {what}{more}", where=file, found=found, expected=expected)
-    return chosen
-
-
-def _fits(info: TensorInfo, shape: tuple[int, ...], padded: bool) -> bool:
-    if padded and len(info.shape) == len(shape):
-        return info.shape[0] >= shape[0] and info.shape[1:] == shape[1:]
-    return info.shape == shape
-
-
-def fill(module: nnx.Module, chosen: dict[str, Recipe], reader: CheckpointReader, mesh: Mesh | None = None) -> None:
-    """Fills every leaf of an abstract module; a leaf without a recipe is an error of the plan, not of the file."""
-    variables = leaves(module)
-    assert variables.keys() == chosen.keys(), sorted(variables.keys() ^ chosen.keys())
-    for leaf, variable in variables.items():
-        repeats = variable.get_metadata().get("repeats") or (1,) * len(variable.shape)
-        shape = tuple(n // r for n, r in zip(whole_shape(variable, mesh), repeats, strict=True))
-        buffer = np.empty(shape, variable.dtype)
-        for part in chosen[leaf]:
-            values = reader.read(part.name)
-            # rows of padding are dropped, whatever they hold
-            refuse_nonfinite(values[: part.shape[0]], reader.tensors[part.name])
-            buffer[part.place] = values if part.view is None else part.view(values)
-        variable.set_value(arrange(buffer, variable, mesh))
-
-
 def _report(
     reading: TargetReading, reader: CheckpointReader, chosen: dict[str, Recipe], dtype: str, report: LoadReport
 ) -> None:
     config = reading.config
     used = [part for recipe in chosen.values() for part in recipe]
-    stored = sorted({reader.tensors[part.name].stored for part in used})
+    stored = sorted({reader.tensors[part.name].stored for part in used if part.packing is None and part.scales is None})
     report.note(
         SECTION, f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}, from {reader.path}"
     )
     report.note(SECTION, f"weights {', '.join(stored)} in the file, {dtype} here (routers float32)")
+    _report_quantised(find_quantisation(reading.quantisation), chosen, dtype, report)
     if config.tie_embeddings:
         report.note(SECTION, "the head is the embedding (tied)")
     for part in used:
@@ -183,6 +155,33 @@ def _report(
         )
 
 
+def _report_quantised(
+    quantisation: Quantisation | None, chosen: dict[str, Recipe], dtype: str, report: LoadReport
+) -> None:
+    """What stays quantised, what the config would have quantised and is plain, and how the products are rounded."""
+    if quantisation is None:
+        return
+    counts = Counter(part.packing.kind for recipe in chosen.values() for part in recipe if part.packing is not None)
+    for kind, count in counts.items():
+        report.note(SECTION, f"{count} tensors stay {kind} on the device, widened where they are used")
+    rounding = "not rounded" if dtype == "float32" else f"rounded to {dtype}"
+    report.note(SECTION, f"a quantised weight times its scale is computed in float32 and {rounding}")
+    for note in quantisation.notes:
+        report.note(SECTION, note)
+    bare = [
+        part.name
+        for leaf, recipe in chosen.items()
+        for part in recipe
+        if part.packing is None and part.scales is None and quantisable(leaf)
+        if quantisation.scheme(part.name.removesuffix(".weight")) is not None
+    ]
+    if bare:
+        some = _some(bare)
+        report.note(
+            SECTION, f"not quantised in the files, though the config does not except them: {len(bare)} ({some})"
+        )
+
+
 def _sort_leftovers(
     reading: TargetReading,
     reader: CheckpointReader,
@@ -191,7 +190,7 @@ def _sort_leftovers(
     report: LoadReport,
 ) -> None:
     """Lists the tensors that are not needed; refuses those that would change the forward pass."""
-    used = {part.name for recipe in chosen.values() for part in recipe}
+    used = {name for recipe in chosen.values() for part in recipe for name in (part.name, *part.beside)}
     config, head = reading.config, f"{stems.head}lm_head.weight"
     groups: dict[str, list[str]] = {}
     unknown = []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Shaped
 
+from eaglejax.checkpoint.byte_runs import block_runs, full_index, read_bytes, read_runs
 from eaglejax.errors import CheckpointError
 
 # By the names that safetensors gives. Numpy itself has no bfloat16 and no 8-bit floats; ml_dtypes, part of jax, has.
@@ -69,6 +71,7 @@ class CheckpointReader:
         metadata: the files' own notes.
         hf_config: the model's config in the keys of a config.json, where the file itself carries it (GGUF), else None.
         gguf_tokenizer: the tokenizer of a GGUF file, else None.
+        bytes_read: bytes of tensors that were read so far.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None):
@@ -77,11 +80,14 @@ class CheckpointReader:
         self.metadata: dict[str, str] = dict(metadata or {})
         self.hf_config: dict | None = None
         self.gguf_tokenizer: dict | None = None
+        self.bytes_read = 0
+        self._lock = threading.Lock()
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """The whole tensor, a fresh array in the dtype of its `TensorInfo`; only its own bytes are read."""
         info = self.info(name)
         data = read_bytes(info.file, info.offset, info.nbytes)
+        self.count_bytes(info.nbytes)
         return data.view(DTYPES[info.dtype]).reshape(info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Shaped[np.ndarray, "..."]:
@@ -90,6 +96,7 @@ class CheckpointReader:
         self._check_rows(info, start, stop)
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         data = read_bytes(info.file, info.offset + start * row, (stop - start) * row)
+        self.count_bytes(data.nbytes)
         return data.view(DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def read_block(
@@ -100,14 +107,25 @@ class CheckpointReader:
         shape: Sequence[int] | None = None,
         dtype: str | None = None,
     ) -> Shaped[np.ndarray, "..."]:
-        """The part of a tensor that `index` cuts out: one slice per axis, step 1, within bounds; a fresh array.
+        """The part of a tensor that `index` cuts out, one slice with start and stop per axis; a fresh array.
+
+        Only the bytes of that part are read (runs that lie closer than 5 % of what is read are read in one). A kind
+        of file that cannot do so (torch .bin, GGUF) reads the whole tensor and cuts it.
 
         Arguments:
             shape, dtype: the tensor's bytes seen as an array of this shape and dtype (a key of `DTYPES`) instead of
-                its own.
+                its own, e.g. [h c, d] as [h, c, d], or int32 as four bytes each.
         """
-        seen = self.read(name).reshape(-1).view(DTYPES[dtype or self.info(name).dtype])
-        return np.array(seen.reshape(self.info(name).shape if shape is None else tuple(shape))[tuple(index)])
+        info = seen_as(self.info(name), shape, dtype)
+        index = full_index(index, info.shape)
+        offsets, run = block_runs(info.shape, DTYPES[info.dtype].itemsize, index)
+        data = read_runs(info.file, offsets + info.offset, run, self.count_bytes)
+        return data.view(DTYPES[info.dtype]).reshape([part.stop - part.start for part in index])
+
+    def count_bytes(self, count: int) -> None:
+        """Adds to `bytes_read`; several threads may read at once."""
+        with self._lock:
+            self.bytes_read += count
 
     def info(self, name: str) -> TensorInfo:
         """The table's entry of `name`; a CheckpointError where there is none."""
@@ -121,23 +139,17 @@ class CheckpointReader:
             raise IndexError(f"{info.file}: rows {start}:{stop} of {info.name!r}, which has {rows}")
 
 
-def read_bytes(file: Path, offset: int, count: int) -> UInt8[np.ndarray, " {count}"]:
-    """`count` bytes of `file` from `offset` on, as a fresh array: aligned, and safe when the file changes later."""
-    data = np.empty(count, np.uint8)
-    view, done = memoryview(data.data), 0
-    try:
-        with open(file, "rb", buffering=0) as f:
-            f.seek(offset)
-            # one call reads at most 2 GiB on Linux
-            while done < count and (got := f.readinto(view[done:])):
-                done += got
-    except OSError as e:
-        raise CheckpointError(f"cannot be read: {e.strerror or e}", where=file) from e
-    if done < count:
-        raise CheckpointError(
-            "became shorter while it was being read",
-            where=file,
-            found=f"{offset + done} bytes",
-            expected=f"at least {offset + count}",
-        )
-    return data
+def seen_as(info: TensorInfo, shape: Sequence[int] | None, dtype: str | None) -> TensorInfo:
+    """The entry with another shape or dtype of as many bytes; its own where both are None."""
+    seen = replace(info, shape=info.shape if shape is None else tuple(shape), dtype=dtype or info.dtype)
+    assert seen.nbytes == info.nbytes, (info, shape, dtype)
+    return seen
+
+
+def cut_block(
+    values: Shaped[np.ndarray, "..."], index: Sequence[slice], shape: Sequence[int] | None, dtype: str | None
+) -> Shaped[np.ndarray, "..."]:
+    """What `CheckpointReader.read_block` returns, of a tensor that was read whole."""
+    seen = np.ascontiguousarray(values).reshape(-1).view(values.dtype if dtype is None else DTYPES[dtype])
+    seen = seen.reshape(values.shape if shape is None else tuple(shape))
+    return np.array(seen[full_index(index, seen.shape)])

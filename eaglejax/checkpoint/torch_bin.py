@@ -10,7 +10,7 @@ import collections
 import math
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,8 +18,9 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Shaped
 
+from eaglejax.checkpoint.byte_runs import read_bytes
 from eaglejax.checkpoint.pointer import FETCH_AGAIN, file_size
-from eaglejax.checkpoint.tensors import DTYPES, CheckpointReader, TensorInfo, read_bytes
+from eaglejax.checkpoint.tensors import DTYPES, CheckpointReader, TensorInfo, cut_block
 from eaglejax.errors import CheckpointError
 
 STORAGES = {
@@ -86,7 +87,9 @@ class _TorchReader(CheckpointReader):
             return super().read(name)
         info, strides = self.info(name), self.strides[name]
         itemsize = DTYPES[info.dtype].itemsize
-        data = read_bytes(info.file, info.offset, _extent(info.shape, strides) * itemsize).view(DTYPES[info.dtype])
+        raw = read_bytes(info.file, info.offset, _extent(info.shape, strides) * itemsize)
+        self.count_bytes(raw.nbytes)
+        data = raw.view(DTYPES[info.dtype])
         return np.lib.stride_tricks.as_strided(data, info.shape, [s * itemsize for s in strides]).copy()
 
     def read_rows(self, name: str, start: int, stop: int) -> Shaped[np.ndarray, "..."]:
@@ -94,6 +97,14 @@ class _TorchReader(CheckpointReader):
             return super().read_rows(name, start, stop)
         self._check_rows(self.info(name), start, stop)
         return self.read(name)[start:stop]
+
+    def read_block(
+        self, name: str, index: Sequence[slice], *, shape: Sequence[int] | None = None, dtype: str | None = None
+    ) -> Shaped[np.ndarray, "..."]:
+        """As for any reader; a tensor whose strides are not those of a plain array is read whole and cut."""
+        if name not in self.strides:
+            return super().read_block(name, index, shape=shape, dtype=dtype)
+        return cut_block(self.read(name), index, shape, dtype)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -5,24 +5,63 @@ A plan is made from the config alone and checked against the headers of the file
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from jaxtyping import Shaped
 
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.models.families import ExpertNames, Family
+from eaglejax.models.packed import Packing
 
-View = Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]]
+
+@dataclass(frozen=True)
+class View:
+    """How the values of a tensor lie in a leaf: seen in another shape, cut along its axes, its axes in another order.
+
+    Any block of the leaf is so a block of the tensor, and no more than that need be read.
+
+    Attributes:
+        shape: the tensor's own axes, split where a leaf has them apart ([h c, d] as [h, c, d]).
+        order: axis i of the leaf is axis order[i] of that shape.
+        start: where the leaf begins along each axis of that shape.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    start: tuple[int, ...]
+
+    def source(self, index: Sequence[slice]) -> tuple[slice, ...]:
+        """The block of the tensor, in the axes of `shape`, that holds the block `index` of the leaf."""
+        parts = [slice(0, 0)] * len(self.shape)
+        for part, axis in zip(index, self.order, strict=True):
+            parts[axis] = slice(part.start + self.start[axis], part.stop + self.start[axis])
+        return tuple(parts)
+
+
+def plain(shape: Sequence[int]) -> View:
+    """A tensor as it lies."""
+    return View(tuple(shape), tuple(range(len(shape))), (0,) * len(shape))
+
+
+def seen(*shape: int, order: tuple[int, ...] | None = None, start: tuple[int, ...] | None = None) -> View:
+    """A view with the axes in their order and nothing cut, unless said."""
+    view = plain(shape)
+    return View(view.shape, order or view.order, start or view.start)
 
 
 @dataclass(frozen=True)
 class Part:
     """One tensor of a checkpoint and where its values go in a leaf.
 
-    `place`: index into the leaf, () for all of it. `view`: reshapes or cuts the tensor to what goes there.
-    `padded`: the first axis may be longer (a vocabulary padded for some hardware); the rows beyond are dropped.
+    Attributes:
+        name, shape: of the tensor; the shape that the config asks for.
+        place: index into the leaf, () for all of it.
+        view: how the tensor lies in that place, None: as it is.
+        padded: the first axis may be longer (a vocabulary padded for some hardware); the rows beyond are never read.
+        packed: shape and view of its quantised form where that lies otherwise (gpt-oss).
+        dtype: what the bytes are read as, None: what the file says.
+        packing: set where this part is the `values` of a quantised tensor.
+        scales: set where this part is the `scale` of a quantised tensor.
+        beside: further tensors that belong to it and hold no weights (weight_shape).
     """
 
     name: str
@@ -30,6 +69,32 @@ class Part:
     place: tuple[int, ...] = ()
     view: View | None = None
     padded: bool = False
+    packed: PackedForm | None = None
+    dtype: str | None = None
+    packing: Packing | None = None
+    scales: Scales | None = None
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """A tensor's quantised form where it lies otherwise than the plain one."""
+
+    shape: tuple[int, ...]
+    view: View
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a quantised tensor: `shape` and `view` are the tensor's own, in weights; `blocks` says how many
+    weights share a scale along each of its axes, `grid` how many scales there are, `per_byte` how many weights lie in
+    an element of the values."""
+
+    shape: tuple[int, ...]
+    view: View
+    blocks: tuple[int, ...]
+    grid: tuple[int, ...]
+    per_byte: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +124,7 @@ def pair(first: str, second: str, *shape: int) -> tuple[Recipe, ...]:
 def target_plan(config: TargetConfig, family: Family, stems: Stems) -> Plan:
     """The plan of a whole target."""
     vocab, size = config.vocab_size, config.hidden_size
-    table = lambda name: ((Part(name, (vocab, size), view=lambda rows: rows[:vocab], padded=True),),)
+    table = lambda name: ((Part(name, (vocab, size), padded=True),),)
     plan: Plan = {"embedding.weight": table(f"{stems.model}embed_tokens.weight")}
     plan["norm.scale"] = whole(f"{stems.model}norm.weight", size)
     if not config.tie_embeddings:
@@ -110,14 +175,15 @@ def latent_plan(config: MLAConfig, in_features: int, out_features: int, prefix: 
     heads, latent = config.heads, config.kv_lora_rank
     q_width = heads * (config.nope_dim + config.rope_dim)
     both = (heads * (config.nope_dim + config.value_dim), latent)
-    part = lambda cut: (
-        (Part(f"{prefix}kv_b_proj.weight", both, view=lambda w: w.reshape(heads, -1, latent)[:, cut]),),
+    width = config.nope_dim + config.value_dim
+    part = lambda start: (
+        (Part(f"{prefix}kv_b_proj.weight", both, view=seen(heads, width, latent, start=(0, start, 0))),),
     )
     plan: Plan = {
         "kv_a.weight": whole(f"{prefix}kv_a_proj_with_mqa.weight", latent + config.rope_dim, in_features),
         "kv_a_norm.scale": whole(f"{prefix}kv_a_layernorm.weight", latent),
-        "key_up": part(slice(None, config.nope_dim)),
-        "value_up": part(slice(config.nope_dim, None)),
+        "key_up": part(0),
+        "value_up": part(config.nope_dim),
         "out.weight": whole(f"{prefix}o_proj.weight", out_features, heads * config.value_dim),
     }
     if config.q_lora_rank is None:
@@ -182,7 +248,7 @@ def _single_experts(config: MoEConfig, size: int, prefix: str, names: ExpertName
 
 def _fused_experts(config: MoEConfig, size: int, prefix: str) -> dict[str, Recipe]:
     count, width = config.experts, config.width
-    halves = lambda w: w.reshape(count, 2, width, size)
+    halves = seen(count, 2, width, size)
     return {
         "gate_up": (Part(f"{prefix}gate_up_proj", (count, 2 * width, size), view=halves),),
         "down": (Part(f"{prefix}down_proj", (count, size, width)),),
@@ -190,14 +256,16 @@ def _fused_experts(config: MoEConfig, size: int, prefix: str) -> dict[str, Recip
 
 
 def _transposed_experts(config: MoEConfig, size: int, prefix: str) -> dict[str, Recipe]:
-    """[e, in, out], gate and up taking turns along out (gpt-oss)."""
+    """[e, in, out], gate and up taking turns along out (gpt-oss); the quantised form is [e, out, in]."""
     count, width = config.experts, config.width
-    apart = lambda w: w.reshape(count, size, width, 2).transpose(0, 3, 2, 1)
-    apart_bias = lambda b: b.reshape(count, width, 2).transpose(0, 2, 1)
-    turned = lambda w: w.transpose(0, 2, 1)
+    apart = seen(count, size, width, 2, order=(0, 3, 2, 1))
+    apart_bias = seen(count, width, 2, order=(0, 2, 1))
+    turned = seen(count, width, size, order=(0, 2, 1))
+    rows = PackedForm((count, 2 * width, size), seen(count, width, 2, size, order=(0, 2, 1, 3)))
+    packed_down = PackedForm((count, size, width), plain((count, size, width)))
     recipes: dict[str, Recipe] = {
-        "gate_up": (Part(f"{prefix}gate_up_proj", (count, size, 2 * width), view=apart),),
-        "down": (Part(f"{prefix}down_proj", (count, width, size), view=turned),),
+        "gate_up": (Part(f"{prefix}gate_up_proj", (count, size, 2 * width), view=apart, packed=rows),),
+        "down": (Part(f"{prefix}down_proj", (count, width, size), view=turned, packed=packed_down),),
     }
     if config.expert_bias:
         recipes["gate_up_bias"] = (Part(f"{prefix}gate_up_proj_bias", (count, 2 * width), view=apart_bias),)

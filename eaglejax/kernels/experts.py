@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eaglejax.models.layers import project
+from eaglejax.models.packed import PackedWeight
 
 PRECISION = lax.Precision.HIGHEST
 GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
@@ -22,8 +23,8 @@ def experts(
     x: Float[Array, "n d"],
     ids: Int[Array, "n k"],
     weights: Float[Array, "n k"],
-    gate_up: Float[Array, "e 2 f d"],
-    down: Float[Array, "e d f"],
+    gate_up: Float[Array, "e 2 f d"] | PackedWeight,
+    down: Float[Array, "e d f"] | PackedWeight,
     gate_up_bias: Float[Array, "e 2 f"] | None = None,
     down_bias: Float[Array, "e d"] | None = None,
     *,
@@ -36,7 +37,7 @@ def experts(
         x: rows; a row contributes to its own result only, whatever it holds (inf and NaN included).
         ids: experts of each row, ascending; an id of e or above stands for "none".
         weights: float32.
-        gate_up, down: weights of all experts, gate before up.
+        gate_up, down: weights of all experts, gate before up; packed ones are widened expert by expert, as chosen.
         activation: "silu", or "gpt_oss" (gate and up clamped, gate * sigmoid(1.702 gate) * (up + 1)).
         gather: forces one of the two ways; by default `gather_pays` chooses.
 
@@ -77,7 +78,9 @@ def _gated(activation: str, both: Float[Array, "*lead 2 f"]) -> Float[Array, "*l
 
 def _gathered(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation) -> Float[Array, "n d"]:
     count = gate_up.shape[0]
-    take = lambda table: jnp.take(table, ids, axis=0, mode="clip")
+    take = lambda table: (
+        table.take(ids) if isinstance(table, PackedWeight) else jnp.take(table, ids, axis=0, mode="clip")
+    )
     both = _product("nd,nkgfd->nkgf", x, take(gate_up))
     if gate_up_bias is not None:
         both = both + take(gate_up_bias).astype(jnp.float32)

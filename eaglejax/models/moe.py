@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from eaglejax.kernels.experts import experts
 from eaglejax.models.config import DenseConfig, MoEConfig
 from eaglejax.models.layers import MLP, param, project
+from eaglejax.models.packed import PackedWeight
 from eaglejax.models.split import WHOLE, Over, local_experts
 
 
@@ -109,8 +110,8 @@ class Experts(nnx.Module):
             x,
             ids,
             weights,
-            self.gate_up[...],
-            self.down[...],
+            self.gate_up if isinstance(self.gate_up, PackedWeight) else self.gate_up[...],
+            self.down if isinstance(self.down, PackedWeight) else self.down[...],
             None if self.gate_up_bias is None else self.gate_up_bias[...],
             None if self.down_bias is None else self._down_bias(),
             activation=self.activation,

@@ -25,14 +25,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class TargetReading:
-    """A config as read. For the load report: `assumed`, defaults taken for absent keys; `unread`, keys without a meaning
-    here; `doubtful`, "key = value" of unknown keys that might have one."""
+    """A config as read.
+
+    For the load report: `assumed`, defaults taken for absent keys; `unread`, keys without a meaning here; `doubtful`, "key = value" of
+    unknown keys that might have one.
+    `quantisation`: the configs, innermost first and each with its name, in which `checkpoint.quantised` looks for a quantization_config.
+    """
 
     config: TargetConfig
     family: Family
     assumed: tuple[str, ...]
     unread: tuple[str, ...]
     doubtful: tuple[str, ...] = ()
+    quantisation: tuple[tuple[Mapping[str, Any], object], ...] = ()
 
 
 def find_family(values: Mapping[str, Any], where: object) -> Family:
@@ -76,7 +81,6 @@ def read_target_config(
         if not isinstance(inner, Mapping):
             raise ConfigError("'text_config' is missing", where=where, found=repr(inner), expected="{...}")
         values, where = inner, f"{where}: text_config"
-    _refuse_quantised(outer, values, where)
     hf = HFConfig(values, where)
     for key, only in (("is_causal", True), *family.must_be):
         if (found := hf.get(key, type(only), only)) != only:
@@ -99,29 +103,14 @@ def read_target_config(
     )
     unread = hf.unread()
     doubtful = hf.doubtful + (doubtful_outside(outer, values) if family.text_config else [])
-    return TargetReading(config, family, tuple(hf.assumed), tuple(unread), tuple(doubtful))
+    places = ((values, where),) if values is outer else ((values, where), (outer, outer_where))
+    return TargetReading(config, family, tuple(hf.assumed), tuple(unread), tuple(doubtful), places)
 
 
 def _tied(hf: HFConfig, outer: Mapping[str, Any], where: object) -> bool:
     """Whether head and embedding are one; the outer config of a multimodal model has the last word."""
     inner = hf.get("tie_word_embeddings", bool, False)
     return HFConfig(outer, where).get("tie_word_embeddings", bool, inner)
-
-
-def _refuse_quantised(outer: Mapping[str, Any], values: Mapping[str, Any], where: object) -> None:
-    for key in ("quantization_config", "compression_config"):
-        for place in (values, outer):
-            setting = place.get(key)
-            if not setting:
-                continue
-            method = setting.get("quant_method", "unknown") if isinstance(setting, Mapping) else setting
-            raise ConfigError(
-                f"weights quantised by {method!r} cannot be read yet",
-                where=f"{where}: {key}",
-                found=repr(method),
-                expected="a float32, float16 or bfloat16 checkpoint",
-                fix="use the release that is not quantised, or convert it to bfloat16 first",
-            )
 
 
 def _eos(tokens: tuple[Mapping[str, Any], ...], where: object) -> tuple[int, ...]:

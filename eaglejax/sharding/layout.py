@@ -28,22 +28,6 @@ def whole_shape(variable: nnx.Variable, mesh: Mesh | None) -> tuple[int, ...]:
     return tuple(part * size for part, size in zip(variable.shape, sizes, strict=True))
 
 
-def arrange(value: Shaped[Array | np.ndarray, "..."], variable: nnx.Variable, mesh: Mesh | None) -> Array:
-    """A whole array as a weight's parts on the devices; parts that neighbours share are repeated."""
-    if mesh is None:
-        return jax.numpy.asarray(value)
-    repeats = variable.get_metadata().get("repeats") or (1,) * len(variable.shape)
-    for axis, repeat in enumerate(repeats):
-        if repeat > 1:
-            before, after = value.shape[:axis], value.shape[axis + 1 :]
-            parts = np.asarray(value).reshape(*before, -1, variable.shape[axis], *after)
-            value = np.repeat(parts, repeat, axis).reshape(*before, -1, *after)
-    assert value.shape == whole_shape(variable, mesh), (value.shape, whole_shape(variable, mesh))
-    if isinstance(value, jax.Array):
-        return jax.device_put(value, NamedSharding(mesh, spec_of(variable)))
-    return place(value, mesh, spec_of(variable))
-
-
 def weight_specs(state: Any) -> list[P]:
     """The spec of every weight of a module's `nnx.State`, in the order of the leaves."""
     return [spec_of(variable) for variable in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))]

@@ -17,6 +17,7 @@ DTYPE_NAMES = {
     np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
     np.dtype(np.int64): "I64",
     np.dtype(np.int32): "I32",
+    np.dtype(np.int16): "I16",
     np.dtype(np.int8): "I8",
     np.dtype(np.uint8): "U8",
     np.dtype(np.bool_): "BOOL",

@@ -145,6 +145,11 @@ def test_untied_biased_and_several_ends(tmp_path):
     for name in weights:
         assert np.array_equal(reader.read(name), weights[name]), name
         assert np.array_equal(reader.read_rows(name, 1, 4), weights[name][1:4]), name
+        index = (slice(1, 4), *(slice(2, n - 1) for n in weights[name].shape[1:]))
+        assert np.array_equal(reader.read_block(name, index), weights[name][index]), name
+        assert np.array_equal(
+            reader.read_block(name, (slice(3, 9),), shape=(weights[name].size,)), weights[name].reshape(-1)[3:9]
+        ), name
 
 
 def test_without_tokenizer_and_with_defaults(tmp_path):

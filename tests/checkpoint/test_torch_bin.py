@@ -32,6 +32,13 @@ def test_every_tensor_is_what_torch_wrote(data):
         if want.ndim:
             rows = len(want)
             assert reader.read_rows(name, rows // 2, rows).tobytes() == want[rows // 2 :].tobytes(), name
+            index = (slice(rows // 2, rows), *(slice(0, n - n // 2) for n in want.shape[1:]))
+            assert reader.read_block(name, index).tobytes() == want[index].tobytes(), name
+            flat = (slice(want.size // 2, want.size),)
+            assert (
+                reader.read_block(name, flat, shape=(want.size,)).tobytes()
+                == want.reshape(-1)[want.size // 2 :].tobytes()
+            ), name
 
 
 def test_state_dict_of_a_module(data):
