@@ -33,6 +33,9 @@ def join(processes: tuple[str, int, int]) -> None:
     """Join the others. Only process 0 prints answers; the others still show errors."""
     from eaglejax.sharding.processes import connect, leads
 
+    # a CPU's collectives write of their connections to standard output from below Python: that goes to standard error, for the rest
+    # of the process, and the answers keep the stream to themselves
+    answers = os.dup(1)
+    os.dup2(2, 1)
     connect(*processes)
-    if not leads():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for the rest of the process
+    sys.stdout = os.fdopen(answers, "w") if leads() else open(os.devnull, "w")  # noqa: SIM115

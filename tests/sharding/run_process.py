@@ -21,9 +21,8 @@ PROMPTS = [[5, 9, 20, 3], [7], [40, 41]]
 
 
 def load(**more):
-    return EagleJaxEngine.from_pretrained(
-        target, draft=draft, speculation=TREE, max_len=64, slots=4, **{"mesh": "data=2,model=4"} | more
-    )
+    settings = {"mesh": "data=2,model=4", "max_len": 64} | more
+    return EagleJaxEngine.from_pretrained(target, draft=draft, speculation=TREE, slots=4, **settings)
 
 
 def same_text() -> dict:
