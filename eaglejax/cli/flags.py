@@ -92,6 +92,33 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "result": (Flag("json", "what was done, as one JSON object on standard output", "switch"),),
     "refusal": (Flag("traceback", "show where in the code an input was refused", "switch"),),
+    "plan": (
+        Flag("model", "built-in config (see configs/models), folder with a config.json, or such a file"),
+        Flag("draft", "EAGLE-3 draft's config, likewise, or none; default: that of the built-in config"),
+        Flag("draft_placement", "replicated (default): whole on every device, without collectives; or sharded"),
+        Flag("expert_split", "experts (whole ones on each device), width (a part of each), auto (default)"),
+        Flag("mesh", "devices along each axis, such as model=8 or data=2,model=4; default model=1"),
+        Flag("tree", "num_steps,topk,num_draft_tokens; default 3,1,4; 0,1,1 is plain decoding"),
+        Flag("slots", "requests decoded together; default 1"),
+        Flag("max_len", "tokens of prompt and answer together; default 8192"),
+        Flag("dtype", "compute dtype: bfloat16 (default) or float32"),
+    ),
+    "plan hardware": (
+        Flag("hardware", "h200-nvlink (default), h100-nvlink, b200 or rtx-pro-6000-pcie"),
+        Flag("bandwidth_gbs", "memory bandwidth of a device in 10^9 bytes/s, in place of the preset's"),
+        Flag("tflops", "dense bfloat16 arithmetic of a device in 10^12 FLOP/s, likewise"),
+        Flag("allreduce_us", "one small all-reduce inside a compiled loop, in microseconds, likewise"),
+        Flag("device_memory_gb", "memory of a device in 10^9 bytes, likewise"),
+        Flag("context", "tokens in the caches when a cycle is timed; default 1024"),
+        Flag("tau", "tokens per cycle, bonus included, to tell tokens/s for; default 2,3"),
+    ),
+    "plan output": (
+        Flag("json", "the plan as one JSON object", "switch"),
+        Flag("compile", "compile the real program from shapes to check bytes and collectives; default: on", "switch"),
+        Flag(
+            "story", "retell, from the plan, how a team's 90 tokens/s became 71, and what would have fixed it", "switch"
+        ),
+    ),
     "run": (
         Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),
         Flag("traceback", "show where in the code an input was refused", "switch"),

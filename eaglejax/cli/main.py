@@ -24,6 +24,7 @@ from eaglejax.errors import EagleJaxError
 COMMANDS = {
     "generate": "answer prompts: text, token ids, chat messages or a JSONL file",
     "chat": "talk with the model in the terminal",
+    "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
     "convert": "a checkpoint in another form, bit for bit or quantised; the same command continues a run that was killed",
 }
 OK, REFUSED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141

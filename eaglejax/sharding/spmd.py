@@ -7,8 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from eaglejax.models.config import GQAConfig
 from eaglejax.models.draft import Draft
@@ -68,13 +70,28 @@ def on_mesh(mesh: Mesh | None, function: Callable, in_specs: Sequence[Specs], ou
         ]
         made = []
 
+        shapes = [leaf.shape for leaf in leaves]
+
         def run(*parts):
+            parts = [_cut(part, shape) for part, shape in zip(parts, shapes, strict=True)]
             out, structure = jax.tree.flatten(function(*jax.tree.unflatten(tree, parts), *fixed))
-            made[:] = [structure]
-            return out
+            made[:] = [structure, [leaf.shape for leaf in out]]
+            return [_filled(leaf) for leaf in out]
 
         # the parts are combined by collectives written in the models; jax need not track what differs between devices
-        out = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*leaves)
-        return jax.tree.unflatten(made[0], out)
+        spread_over = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
+        out = spread_over(*map(_filled, leaves))
+        return jax.tree.unflatten(made[0], [_cut(leaf, shape) for leaf, shape in zip(out, made[1], strict=True)])
 
     return jax.jit(spread, **jit)
+
+
+# jax 0.11 dies (a segmentation fault, on the CPU) compiling a shard_map with an empty argument or result, such as the pending rows of
+# plain decoding: across the border empty axes have length 1
+def _filled(leaf: Array) -> Array:
+    return leaf if leaf.size else jnp.zeros([max(n, 1) for n in leaf.shape], leaf.dtype)
+
+
+def _cut(leaf: Array, like: tuple[int, ...]) -> Array:
+    """Without the entries of axes that are empty in `like`."""
+    return leaf if 0 not in like else leaf[tuple(slice(0, None if n else 0) for n in like)]

@@ -1,0 +1,142 @@
+"""`eaglejax plan`: whether and how a model fits a mesh, and what a cycle costs there at least; from its config alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from absl.flags import FlagValues
+
+from eaglejax.cli.flags import UsageError, given
+from eaglejax.config import Speculation, real_number, whole_number
+from eaglejax.errors import ConfigError
+
+GROUPS = ("plan", "plan hardware", "plan output", "run")
+TREE = (3, 1, 4)
+
+
+def main(flags: FlagValues) -> int:
+    values = _usage(flags)
+
+    # jax from here on
+    from eaglejax.measure.hardware import read_hardware
+    from eaglejax.sharding.aot import compile_decode, make_devices
+    from eaglejax.sharding.plan import MeshSize, Question, make_plan
+    from eaglejax.sharding.plan_models import read_models
+    from eaglejax.sharding.plan_report import to_json, to_text
+
+    if flags["story"].value:
+        print(_story())
+        return 0
+    mesh = _wrong_usage(lambda: MeshSize.read(values["mesh"]))
+    if flags["compile"].value is not False:
+        make_devices(mesh.devices)
+    hardware = _wrong_usage(lambda: read_hardware(values["hardware"]))
+    memory = _scaled(values["device_memory_gb"], 1e9)
+    hardware = hardware.having(
+        bandwidth=_scaled(values["bandwidth_gbs"], 1e9),
+        flops=_scaled(values["tflops"], 1e12),
+        allreduce=_scaled(values["allreduce_us"], 1e-6),
+        memory=None if memory is None else int(memory),
+    )
+    question = Question(
+        read_models(values["model"], values["draft"]),
+        mesh,
+        values["tree"],
+        values["slots"],
+        values["max_len"],
+        hardware,
+        values["dtype"],
+        values["draft_placement"],
+        values["expert_split"],
+        min(1024, values["max_len"]) if values["context"] is None else values["context"],
+        values["tau"],
+    )
+    plan = make_plan(question)
+    as_json, refusal = bool(flags["json"].value), plan.refusal()
+    if not as_json:
+        print(to_text(plan), flush=True)
+    compiled = None
+    if refusal is None and flags["compile"].value is not False:
+        print("compiling the decode program ... (--nocompile leaves that out)", file=sys.stderr)
+        compiled = compile_decode(plan)
+    if as_json:
+        print(json.dumps({**to_json(plan), "compiled": compiled.to_json(plan) if compiled else None}), flush=True)
+    elif compiled:
+        print("\n" + compiled.to_text(plan))
+    if refusal is not None:
+        raise refusal
+    return 0
+
+
+def _story() -> str:
+    from eaglejax.measure.hardware import read_hardware
+    from eaglejax.measure.story import tale, tell
+    from eaglejax.sharding.plan import MeshSize, Question, make_plan
+    from eaglejax.sharding.plan_models import read_models
+
+    hardware = read_hardware("rtx-pro-6000-pcie")
+    models = read_models("kimi-k2.5", "auto")
+    question = Question(models, MeshSize(1, 8), Speculation(2, 1, 3), 1, 8192, hardware, placement="sharded")
+    plan = make_plan(question)
+    assert plan.draft is not None
+    return tale(tell(plan.target, plan.draft))
+
+
+def _usage(flags: FlagValues) -> dict[str, Any]:
+    """The flags' values, checked. Raises UsageError."""
+    text = lambda name, default=None: given(flags, name) or default
+    whole = lambda name, default: whole_number(f"--{name}", text(name, default), 1)
+    real = lambda name: None if text(name) is None else real_number(f"--{name}", text(name), 0, 1e9, above=True)
+    if text("model") is None and not flags["story"].value:
+        raise UsageError("--model is needed: a built-in config (--model=kimi-k2.5), a folder or a config.json")
+    draft = flags["draft"].value
+    values: dict[str, Any] = {
+        "model": text("model"),
+        "draft": "auto" if draft is None else None if draft.lower() in ("none", "") else draft,
+        "draft_placement": text("draft_placement", "replicated"),
+        "expert_split": text("expert_split", "auto"),
+        "mesh": text("mesh", "model=1"),
+        "hardware": text("hardware", "h200-nvlink"),
+        "dtype": text("dtype", "bfloat16"),
+    }
+    if values["dtype"] not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype: not a compute dtype; found {values['dtype']!r}; expected float32 or bfloat16")
+    for name, known in (("draft_placement", "replicated sharded"), ("expert_split", "auto experts width")):
+        if values[name] not in known.split():
+            raise UsageError(f"--{name}: unknown; found {values[name]!r}; expected one of {known}")
+    return _wrong_usage(
+        lambda: {
+            **values,
+            "tree": _tree(text("tree")),
+            "slots": whole("slots", 1),
+            "max_len": whole("max_len", 8192),
+            "context": None if text("context") is None else whole("context", None),
+            "tau": tuple(real_number("--tau", part, 1, 64) for part in str(text("tau", "2,3")).split(",")),
+            **{name: real(name) for name in ("bandwidth_gbs", "tflops", "allreduce_us", "device_memory_gb")},
+        }
+    )
+
+
+def _tree(text: str | None) -> Speculation:
+    """A tree as num_steps,topk,num_draft_tokens."""
+    if text is None:
+        return Speculation(*TREE)
+    parts = text.split(",")
+    if len(parts) not in (2, 3):
+        raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
+    return Speculation(*parts)  # pyright: ignore[reportArgumentType]
+
+
+def _wrong_usage(make: Any) -> Any:
+    """What `make` returns; a refusal of a flag's value is wrong usage."""
+    try:
+        return make()
+    except ConfigError as error:
+        message = str(error)
+        raise UsageError(message if message.startswith("--") else f"--{message}") from None
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit

@@ -1,0 +1,1 @@
+"""Instruments that tell whether speculation pays, and why."""

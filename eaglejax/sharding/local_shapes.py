@@ -1,0 +1,107 @@
+"""The weights of one device of a mesh, as shapes, by the rules that the engine itself is built with (`sharding/rules.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from eaglejax.models.config import DenseConfig, DraftConfig, LayerConfig, TargetConfig
+from eaglejax.models.draft import Draft
+from eaglejax.models.split import LayerSplit, ModelSplit, local_attention, local_dense, local_experts
+from eaglejax.models.target import Target
+from eaglejax.sharding.rules import ExpertSplit, Placement, split_draft, split_target
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One weight of one device: its dotted path, its shape there, and the bytes of a value when not packed."""
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model's part on one device.
+
+    `config`: with heads, widths, experts and vocabularies of that part. `split`: how it is split. `module`: the part itself, abstract.
+    `notes`: what stays whole, in words. `summed`: per layer, how many of its two halves (attention, MLP) end in an all-reduce.
+    """
+
+    config: TargetConfig | DraftConfig
+    split: ModelSplit
+    module: Target | Draft
+    notes: tuple[str, ...]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Its weights, the draft's table of target ids among them."""
+        flat = nnx.to_flat_state(nnx.state(self.module))
+        shown = lambda path: ".".join(str(part) for part in path)
+        return tuple(
+            Leaf(shown(path), tuple(value.shape), jnp.dtype(value.dtype).itemsize)
+            for path, value in flat
+            if jnp.issubdtype(value.dtype, jnp.number)
+        )
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        layers = [self.split.layer(index) for index in range(len(self.config.layers))]
+        return tuple(_sums(layer) for layer in layers)
+
+    @property
+    def vocab_split(self) -> bool:
+        return self.split.vocab.axis is not None
+
+    @property
+    def draft_vocab_split(self) -> bool:
+        return self.split.draft_vocab.axis is not None
+
+    @property
+    def fusion_split(self) -> bool:
+        return self.split.fusion.axis is not None
+
+
+def local_target(config: TargetConfig, devices: int, dtype: DTypeLike, experts: ExpertSplit = "auto") -> LocalModel:
+    """The target's part on one of `devices` devices of the model axis, nothing packed. `experts` as in `Placement`."""
+    notes: list[str] = []
+    split = split_target(config, devices, Placement(experts), notes)
+    local = replace(config, layers=_layers(config.layers, split), vocab_size=split.vocab.part(config.vocab_size))
+    module = nnx.eval_shape(lambda: Target(config, dtype=dtype, split=split))
+    return LocalModel(local, split, module, tuple(notes))
+
+
+def local_draft(config: DraftConfig, devices: int, dtype: DTypeLike) -> LocalModel:
+    """The draft's part on one of `devices` devices; 1 for a replicated draft."""
+    notes: list[str] = []
+    split = split_draft(config, devices, Placement(draft="sharded"), notes)
+    local = replace(
+        config,
+        layers=_layers(config.layers, split),
+        vocab_size=split.vocab.part(config.vocab_size),
+        draft_vocab_size=split.draft_vocab.part(config.draft_vocab_size),
+    )
+    module = nnx.eval_shape(lambda: Draft(config, dtype=dtype, split=split))
+    return LocalModel(local, split, module, tuple(notes))
+
+
+def _layers(layers: tuple[LayerConfig, ...], split: ModelSplit) -> tuple[LayerConfig, ...]:
+    made = []
+    for index, layer in enumerate(layers):
+        over = split.layer(index)
+        attention = local_attention(layer.attention, over.attention)  # pyright: ignore[reportArgumentType]
+        if isinstance(layer.mlp, DenseConfig):
+            mlp = local_dense(layer.mlp, over.mlp)
+        else:
+            mlp = replace(local_experts(layer.mlp, over.mlp), shared_width=over.shared.part(layer.mlp.shared_width))
+        made.append(LayerConfig(attention, mlp))
+    return tuple(made)
+
+
+def _sums(split: LayerSplit) -> int:
+    """All-reduces of a layer: one after attention, one after the MLP; routed and shared experts share theirs where both are split."""
+    return (split.attention.axis is not None) + (split.mlp.axis is not None or split.shared.axis is not None)
