@@ -132,7 +132,7 @@ class _Layout:
         lead = (info.shape[0], *view.shape[1:-1]) if self.part.padded else view.shape[:-1]
         seen = replace(view, shape=(*lead, row))
         beside = (self._weight_shape(),) if self.scheme.kind == "int4" else ()
-        packing = Packing(self.scheme.kind, self._leaf_rows(), self.blocks[-1], self._scale_dtype())
+        packing = Packing(self.scheme.kind, leaf_rows(self.form, self.blocks[-2]), self.blocks[-1], self._scale_dtype())
         return replace(self.part, name=info.name, view=seen, dtype=dtype, packing=packing, beside=beside)
 
     def scale(self) -> Part:
@@ -180,16 +180,6 @@ class _Layout:
                 expected=f"a multiple of {size}",
             )
 
-    def _leaf_rows(self) -> int:
-        """How many rows of the leaf share a scale for certain: less than the block where the view cuts blocks."""
-        view, rows = self.form.view, self.blocks[-2]
-        axis = view.order[-2]
-        group = next(group for group in axis_groups(self.form.shape, view.shape) if axis in group)
-        if axis != group[-1]:
-            return 1  # rows of the leaf are not neighbours in the file
-        inner = view.shape[axis] if len(group) > 1 else 0
-        return math.gcd(rows, inner, view.start[axis])
-
     def _scale_info(self) -> TensorInfo:
         name = self.part.name + self.scheme.scale
         info = self.reader.tensors.get(name)
@@ -233,6 +223,17 @@ class _Layout:
                 expected=f"weights {want}",
             )
         return name
+
+
+def leaf_rows(form: PackedForm, rows: int) -> int:
+    """How many rows of the leaf share a scale for certain, where `rows` of the tensor do: less where the view cuts blocks."""
+    view = form.view
+    axis = view.order[-2]
+    group = next(group for group in axis_groups(form.shape, view.shape) if axis in group)
+    if axis != group[-1]:
+        return 1  # rows of the leaf are not neighbours in the file
+    inner = view.shape[axis] if len(group) > 1 else 0
+    return math.gcd(rows, inner, view.start[axis])
 
 
 def axis_groups(shape: tuple[int, ...], split: tuple[int, ...]) -> list[list[int]]:

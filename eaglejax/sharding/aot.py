@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from eaglejax.models.target import Target
 from eaglejax.sharding.collectives import Collective, by_phase, read_collectives
 from eaglejax.sharding.layout import whole_shape
 from eaglejax.sharding.mesh import AXES, build_mesh
-from eaglejax.sharding.plan import MeshSize, Plan, make_plan
+from eaglejax.sharding.plan import MeshSize, Plan
 from eaglejax.speculation.programs import Programs
 
 # the CPU's machine code is never run: nothing is gained by optimising it
@@ -49,7 +49,7 @@ class Compiled:
 
     def differences(self, plan: Plan) -> list[str]:
         """Where the program and the plan's own arithmetic disagree; empty where they do not, to the byte."""
-        plan, found = unpacked(plan), []
+        found = []
         for what, ours, compiled in (
             ("arguments", plan.argument_bytes, self.arguments),
             ("state updated in place", sum(plan.state.values()), self.aliased),
@@ -84,7 +84,6 @@ class Compiled:
         return {
             "platform": self.platform,
             "seconds": round(self.seconds, 1),
-            "weights_unpacked": plan.question.models.storage is not None,
             "argument_bytes": self.arguments,
             "updated_in_place_bytes": self.aliased,
             "temporary_bytes": self.temporary,
@@ -102,10 +101,9 @@ class Compiled:
             if self.platform == "cpu" and devices > 1
             else f"{devices} x {self.platform}"
         )
-        plain = f", weights unpacked to {plan.question.dtype}:" if plan.question.models.storage else ""
         lines = [
             f"The real decode program, compiled for {kind} from shapes alone in {self.seconds:.0f} s:",
-            f"  arguments per device{plain} {self.arguments:,} bytes, of which {self.aliased:,} are updated in place",
+            f"  arguments per device {self.arguments:,} bytes, of which {self.aliased:,} are updated in place",
             f"  temporaries of XLA on this {self.platform}: {self.temporary:,} bytes"
             + (" (a CPU widens what it multiplies to float32: not a GPU's figure)" if self.platform == "cpu" else ""),
         ]
@@ -150,7 +148,6 @@ def plan_mesh(size: MeshSize) -> Mesh | None:
 def compile_decode(plan: Plan) -> Compiled:
     """Lowers and compiles the plan's decode program. Raises ConfigError where there are too few devices."""
     begin = time.perf_counter()
-    plan = unpacked(plan)
     asked, draft = plan.question, plan.draft
     mesh = plan_mesh(asked.mesh)
     programs = Programs(
@@ -175,14 +172,6 @@ def compile_decode(plan: Plan) -> Compiled:
         [one for one in found if one.conditional],
         time.perf_counter() - begin,
     )
-
-
-def unpacked(plan: Plan) -> Plan:
-    """The plan with plain weights, which the engine's program has for now."""
-    models = plan.question.models
-    if models.storage is None:
-        return plan
-    return make_plan(replace(plan.question, models=replace(models, storage=None)))
 
 
 def whole(module: Target | Draft, mesh: Mesh | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import DTypeLike
 
 from eaglejax.models.config import DenseConfig, DraftConfig, LayerConfig, TargetConfig
 from eaglejax.models.draft import Draft
+from eaglejax.models.packed import Packing, pack
 from eaglejax.models.split import LayerSplit, ModelSplit, local_attention, local_dense, local_experts
 from eaglejax.models.target import Target
 from eaglejax.sharding.rules import ExpertSplit, Placement, split_draft, split_target
@@ -17,7 +19,7 @@ from eaglejax.sharding.rules import ExpertSplit, Placement, split_draft, split_t
 
 @dataclass(frozen=True)
 class Leaf:
-    """One weight of one device: its dotted path, its shape there, and the bytes of a value when not packed."""
+    """One array of weights of one device: its dotted path, its shape there, and the bytes of an element."""
 
     path: str
     shape: tuple[int, ...]
@@ -66,13 +68,29 @@ class LocalModel:
         return self.split.fusion.axis is not None
 
 
-def local_target(config: TargetConfig, devices: int, dtype: DTypeLike, experts: ExpertSplit = "auto") -> LocalModel:
-    """The target's part on one of `devices` devices of the model axis, nothing packed. `experts` as in `Placement`."""
+def local_target(
+    config: TargetConfig,
+    devices: int,
+    dtype: DTypeLike,
+    experts: ExpertSplit = "auto",
+    packings: Mapping[str, Packing] | None = None,
+) -> LocalModel:
+    """The target's part on one of `devices` devices of the model axis.
+
+    Arguments:
+        experts: as in `Placement`.
+        packings: of the weights that are packed there, by the path of the plain one.
+    """
     notes: list[str] = []
     split = split_target(config, devices, Placement(experts), notes)
     local = replace(config, layers=_layers(config.layers, split), vocab_size=split.vocab.part(config.vocab_size))
-    module = nnx.eval_shape(lambda: Target(config, dtype=dtype, split=split))
-    return LocalModel(local, split, module, tuple(notes))
+
+    def build() -> Target:
+        target = Target(config, dtype=dtype, split=split)
+        pack(target, packings or {})
+        return target
+
+    return LocalModel(local, split, nnx.eval_shape(build), tuple(notes))
 
 
 def local_draft(config: DraftConfig, devices: int, dtype: DTypeLike) -> LocalModel:

@@ -292,8 +292,9 @@ def make_plan(question: Question) -> Plan:
     an answer (`Plan.refusal`)."""
     models, mesh = question.models, question.mesh
     dtype = jnp.dtype(question.dtype)
-    target = local_target(models.target, mesh.model, dtype, question.expert_split)
-    placed = Placed(models.target, target, weigh(target.leaves, models.storage), mesh.model, dtype.itemsize)
+    packings = models.storage.packings if models.storage else {}
+    target = local_target(models.target, mesh.model, dtype, question.expert_split, packings)
+    placed = Placed(models.target, target, weigh(target.leaves, packings), mesh.model, dtype.itemsize)
     if models.draft is None or question.spec.num_steps == 0:
         return Plan(question, placed, None)
     over = mesh.model if question.placement == "sharded" else 1

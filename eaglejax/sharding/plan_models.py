@@ -20,7 +20,6 @@ from eaglejax.sharding.storage import Storage, read_storage
 PACKAGE = Path(__file__).parent.parent
 # beside the package in a wheel, at the top of the repository in a checkout
 PLACES = (PACKAGE / "configs" / "models", PACKAGE.parent / "configs" / "models")
-QUANTISED = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ def read_models(model: str, draft: str | None) -> PlanModels:
     """
     path = _find(model, "model")
     values = _read_json(path)
-    storage = read_storage(values, path)
-    target = read_target_config(_unquantised(values), where=path).config
+    reading = read_target_config(values, where=path)
+    target, storage = reading.config, read_storage(reading)
     if draft == "auto":
         own = path.parent / "draft" / "config.json"
         draft = str(own) if path.parent.parent in PLACES and own.is_file() else None
@@ -103,14 +102,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("holds no object", where=path, found=type(values).__name__, expected="{...}")
     return values
-
-
-def _unquantised(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without its quantisation, which is read apart."""
-    plain = {key: value for key, value in values.items() if key not in QUANTISED}
-    if isinstance(inner := plain.get("text_config"), Mapping):
-        plain["text_config"] = {key: value for key, value in inner.items() if key not in QUANTISED}
-    return plain
 
 
 class ReleasedTensors:

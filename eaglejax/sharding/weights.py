@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from eaglejax.models.packed import Packing
 from eaglejax.sharding.local_shapes import Leaf
-from eaglejax.sharding.storage import Storage
 
 # the order of a table
 COMPONENTS = (
@@ -17,7 +17,8 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of one device: values, its logical name of a part, and the bytes it takes, scales included."""
+    """One array of weights of one device. `values`: how many weights it holds, none in the scales of packed ones; `packed`: two arrays
+    (values and scales) stand for one weight."""
 
     path: str
     component: str
@@ -51,14 +52,20 @@ def component(path: str) -> str:
     return {"fusion": "fc", "embedding": "embedding", "head": "head", "target_ids": "target ids"}[parts[0]]
 
 
-def weigh(leaves: Iterable[Leaf], storage: Storage | None = None) -> list[Weight]:
-    """Every weight with the bytes it takes as `storage` has it."""
+def weigh(leaves: Iterable[Leaf], packings: Mapping[str, Packing] | None = None) -> list[Weight]:
+    """Every array with its bytes.
+
+    Arguments:
+        packings: of the packed weights, by the path of the plain one; they are the leaves PATH.values and PATH.scale.
+    """
     weights = []
     for leaf in leaves:
-        packed = storage is not None and storage.covers(leaf.path)
-        values = prod(leaf.shape)
-        size = sum(storage.byte_count(leaf.shape)) if packed and storage else values * leaf.itemsize
-        weights.append(Weight(leaf.path, component(leaf.path), leaf.shape, values, size, packed))
+        owner, _, name = leaf.path.rpartition(".")
+        packing = (packings or {}).get(owner) if name in ("values", "scale") else None
+        held = prod(leaf.shape)
+        count = held if packing is None else held * packing.per_byte if name == "values" else 0
+        size = held * leaf.itemsize
+        weights.append(Weight(leaf.path, component(leaf.path), leaf.shape, count, size, packing is not None))
     return weights
 
 

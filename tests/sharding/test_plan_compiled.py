@@ -24,7 +24,7 @@ import json, sys
 from pathlib import Path
 from eaglejax.config import Speculation
 from eaglejax.measure.hardware import read_hardware
-from eaglejax.sharding.aot import compile_decode, make_devices, unpacked
+from eaglejax.sharding.aot import compile_decode, make_devices
 from eaglejax.sharding.plan import MeshSize, Question, make_plan
 from eaglejax.sharding.plan_models import read_models
 make_devices(8)
@@ -35,7 +35,7 @@ for name, (model, draft, mesh, placement, tree) in json.loads(sys.stdin.read()).
     hardware = read_hardware("h200-nvlink")
     plan = make_plan(Question(models, size, Speculation(*tree), 2 * size.data, 48, hardware, placement=placement, context=16))
     compiled = compile_decode(plan)
-    said[name] = {"compiled": compiled.to_json(plan), "arguments": unpacked(plan).argument_bytes, "state": sum(plan.state.values()),
+    said[name] = {"compiled": compiled.to_json(plan), "arguments": plan.argument_bytes, "state": sum(plan.state.values()),
         "decoding": [(p.name, p.collective_count, p.collective_bytes) for p in plan.decoding], "layers": models.target.num_layers}
 print(json.dumps(said))
 """

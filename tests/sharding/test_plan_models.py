@@ -6,6 +6,7 @@ import pytest
 
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import MLAConfig, MoEConfig
+from eaglejax.models.packed import Packing
 from eaglejax.sharding.plan_models import PLACES, known_models, read_models
 
 # layers, experts, top-k, boundaries of the head that comes with it
@@ -39,21 +40,20 @@ def test_built_in(name):
 def test_what_is_packed():
     kimi = read_models("kimi-k2.5", None).storage
     assert kimi is not None
-    assert kimi.covers("layers.1.mlp.experts.gate_up") and kimi.covers("layers.60.mlp.experts.down")
-    for path in (
-        "layers.1.attention.q_a.weight",
-        "layers.0.mlp.down.weight",
-        "layers.1.mlp.shared.down.weight",
-        "head.weight",
-    ):
-        assert not kimi.covers(path), path
-    # a group of 32 weights takes 16 bytes and a bfloat16 scale
-    assert kimi.byte_count((48, 7168, 2048)) == (48 * 7168 * 2048 // 2, 48 * 7168 * 64 * 2)
+    assert set(kimi.packings) == {
+        f"layers.{i}.mlp.experts.{part}" for i in range(1, 61) for part in ("gate_up", "down")
+    }
+    assert kimi.packings["layers.1.mlp.experts.down"] == Packing("int4", 1, 32, "bfloat16")
     deepseek = read_models("deepseek-v3", None).storage
     assert deepseek is not None
-    assert deepseek.covers("layers.0.attention.q_a.weight") and deepseek.covers("layers.9.attention.value_up")
-    for path in ("layers.9.mlp.router.weight", "layers.9.input_norm.scale", "head.weight", "embedding.weight"):
-        assert not deepseek.covers(path), path
+    assert deepseek.packings["layers.0.attention.q_a.weight"] == Packing("fp8", 128, 128, "float32")
+    assert deepseek.packings["layers.9.attention.value_up"].rows == 128
+    left = {
+        path
+        for path in deepseek.packings
+        if "router" in path or "norm" in path or path in ("head.weight", "embedding.weight")
+    }
+    assert not left
     assert read_models("qwen3-30b-a3b", None).storage is None
 
 
