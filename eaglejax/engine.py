@@ -16,6 +16,7 @@ from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
+from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
 from eaglejax.sharding.processes import agree, from_first
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
@@ -42,6 +43,18 @@ class _Own(Enum):
 
 _ENGINE = _Own.SETTING
 Override = Setting | _Own
+
+
+def _tree(asked: Setting, drafted: bool) -> Speculation:
+    """The tree a setting stands for, whether or not a draft can grow it."""
+    if asked is None or (asked == "auto" and not drafted):
+        return PLAIN
+    spec = AUTO if asked == "auto" else asked
+    if not isinstance(spec, Speculation):
+        raise ConfigError(
+            "not a tree", where="speculation", found=repr(asked), expected='a Speculation, "auto" or None'
+        )
+    return spec if spec.num_steps else PLAIN
 
 
 class EagleJaxEngine:
@@ -88,7 +101,8 @@ class EagleJaxEngine:
                 divides).
 
         Raises:
-            CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do.
+            CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do. Weights and
+                caches that cannot fit the free memory are refused before a weight is read.
         """
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
@@ -121,6 +135,7 @@ class EagleJaxEngine:
             draft_config=draft_config,
             mesh=build_mesh(mesh),
             placement=placement,
+            capacity=Capacity(_tree(speculation, draft is not None), max_len, slots),
         )
         if max_len > pair.target.config.max_position > 0:
             pair.report.warn(
@@ -266,15 +281,9 @@ class EagleJaxEngine:
     def _checked(self, speculation: Setting) -> Speculation:
         """The tree a setting stands for, refused where this pair cannot grow it."""
         draft = self._pair.draft
-        if speculation is None or (draft is None and speculation == "auto"):
-            return PLAIN
-        spec = AUTO if speculation == "auto" else speculation
-        if not isinstance(spec, Speculation):
-            raise ConfigError(
-                "not a tree", where="speculation", found=repr(speculation), expected='a Speculation, "auto" or None'
-            )
+        spec = _tree(speculation, draft is not None)
         if spec.num_steps == 0:
-            return PLAIN
+            return spec
         if draft is None:
             raise ConfigError(
                 "a tree needs a draft", where="speculation", found=spec.describe(), fix="load the engine with draft="

@@ -81,6 +81,7 @@ def build_target(
     report: LoadReport,
     mesh: Mesh | None = None,
     build: Callable[[], Target] | None = None,
+    abstract: Target | None = None,
 ) -> Target:
     """The target of a config that was read, filled from a reader.
 
@@ -89,12 +90,13 @@ def build_target(
         build: makes the target of one device, called under `nnx.eval_shape`; by default the whole of it. Its
             parameters may be split along any axis that has a mesh axis. Those that the checkpoint holds quantised
             become `PackedWeight`s of the same split.
+        abstract: such a target already made, by `abstract_target`; in place of `build`.
     """
     stems = _stems(reading, reader)
     chosen = check_target(reading, reader)
     _report(reading, reader, chosen, dtype, report)
     _sort_leftovers(reading, reader, chosen, stems, report)
-    target = abstract_target(build or (lambda: Target(reading.config, dtype=dtype)), chosen)
+    target = abstract or abstract_target(build or (lambda: Target(reading.config, dtype=dtype)), chosen)
     report.note(SECTION, str(fill(target, chosen, reader, mesh)))
     return target
 

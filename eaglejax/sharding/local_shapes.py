@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +16,8 @@ from eaglejax.models.packed import Packing, pack
 from eaglejax.models.split import LayerSplit, ModelSplit, local_attention, local_dense, local_experts
 from eaglejax.models.target import Target
 from eaglejax.sharding.rules import ExpertSplit, Placement, split_draft, split_target
+
+Config = TypeVar("Config", TargetConfig, DraftConfig)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class LocalModel:
     config: TargetConfig | DraftConfig
     split: ModelSplit
     module: Target | Draft
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -83,28 +86,29 @@ def local_target(
     """
     notes: list[str] = []
     split = split_target(config, devices, Placement(experts), notes)
-    local = replace(config, layers=_layers(config.layers, split), vocab_size=split.vocab.part(config.vocab_size))
 
     def build() -> Target:
         target = Target(config, dtype=dtype, split=split)
         pack(target, packings or {})
         return target
 
-    return LocalModel(local, split, nnx.eval_shape(build), tuple(notes))
+    return LocalModel(local_config(config, split), split, nnx.eval_shape(build), tuple(notes))
 
 
 def local_draft(config: DraftConfig, devices: int, dtype: DTypeLike) -> LocalModel:
     """The draft's part on one of `devices` devices; 1 for a replicated draft."""
     notes: list[str] = []
     split = split_draft(config, devices, Placement(draft="sharded"), notes)
-    local = replace(
-        config,
-        layers=_layers(config.layers, split),
-        vocab_size=split.vocab.part(config.vocab_size),
-        draft_vocab_size=split.draft_vocab.part(config.draft_vocab_size),
-    )
     module = nnx.eval_shape(lambda: Draft(config, dtype=dtype, split=split))
-    return LocalModel(local, split, module, tuple(notes))
+    return LocalModel(local_config(config, split), split, module, tuple(notes))
+
+
+def local_config(config: Config, split: ModelSplit) -> Config:
+    """The config of one device's part: its heads, widths, experts and vocabularies."""
+    changes: dict[str, Any] = dict(layers=_layers(config.layers, split), vocab_size=split.vocab.part(config.vocab_size))
+    if isinstance(config, DraftConfig):
+        changes["draft_vocab_size"] = split.draft_vocab.part(config.draft_vocab_size)
+    return replace(config, **changes)
 
 
 def _layers(layers: tuple[LayerConfig, ...], split: ModelSplit) -> tuple[LayerConfig, ...]:

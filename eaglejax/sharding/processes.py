@@ -66,6 +66,11 @@ def from_first(value: int) -> int:
     return value if jax.process_count() == 1 else int(_meet(str(value), "a shared number")[0])
 
 
+def from_all(what: str, own: str) -> Sequence[str]:
+    """What every process says, in their order; raises ProcessError as `agree` does."""
+    return [own] if jax.process_count() == 1 else _meet(own, what)
+
+
 def _meet(own: str, what: str) -> Sequence[str]:
     """What every process said at this meeting; all hold the same meetings in the same order."""
     from jax._src import distributed  # the coordinator's store has no public name; jax 0.10 and 0.11 alike
