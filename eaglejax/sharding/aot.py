@@ -75,6 +75,13 @@ class Compiled:
         names = [scope for one in self.collectives for scope in one.scopes if "target" in one.scopes]
         return Counter(name for name in names if name.startswith("layer_"))
 
+    def _beside(self, plan: Plan) -> str:
+        """The plan's estimate for this program where a GPU compiled it; what a CPU's figure is worth."""
+        if self.platform == "cpu":
+            return "a CPU widens what it multiplies to float32: not a GPU's figure"
+        ours = plan.decode_temporaries
+        return f"our estimate for this program: {ours:,} ({100 * (ours / max(self.temporary, 1) - 1):+.1f} %)"
+
     def to_json(self, plan: Plan) -> dict[str, Any]:
         """For machines. Bytes are per device, collectives those of one cycle."""
         counted = lambda found: {
@@ -87,6 +94,7 @@ class Compiled:
             "argument_bytes": self.arguments,
             "updated_in_place_bytes": self.aliased,
             "temporary_bytes": self.temporary,
+            "temporary_bytes_by_our_estimate": plan.decode_temporaries if self.platform != "cpu" else None,
             "collectives": counted(self.collectives),
             "most_in_a_target_layer": max(self.per_layer().values(), default=0),
             "collectives_when_sampling_with_filters": counted(self.sampling),
@@ -104,8 +112,7 @@ class Compiled:
         lines = [
             f"The real decode program, compiled for {kind} from shapes alone in {self.seconds:.0f} s:",
             f"  arguments per device {self.arguments:,} bytes, of which {self.aliased:,} are updated in place",
-            f"  temporaries of XLA on this {self.platform}: {self.temporary:,} bytes"
-            + (" (a CPU widens what it multiplies to float32: not a GPU's figure)" if self.platform == "cpu" else ""),
+            f"  temporaries of XLA on this {self.platform}: {self.temporary:,} bytes; {self._beside(plan)}",
         ]
         for title, found in (("", self.collectives), (" (sampling with filters only)", self.sampling)):
             for phase, kinds in by_phase(found).items():

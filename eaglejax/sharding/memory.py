@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eaglejax.config import Speculation
+from eaglejax.kernels.experts import gather_pays
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.speculation.programs import PREFILL_BUCKETS, stop_width
 
@@ -17,7 +18,8 @@ STOP_IDS = stop_width(0)
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the buffers of one device depend on. `slots`: those of this device. `itemsize`: bytes of the compute dtype."""
+    """What the buffers of one device depend on. `slots`: those of this device. `itemsize`: bytes of the compute dtype.
+    `platform`: of the device, on which the form of some kernels depends."""
 
     target: TargetConfig
     draft: DraftConfig | None
@@ -25,6 +27,7 @@ class Sizes:
     slots: int
     max_len: int
     itemsize: int
+    platform: str = "gpu"
 
     @property
     def captures(self) -> int:
@@ -92,15 +95,16 @@ def temporary_bytes(sizes: Sizes, rows: Rows, packed_dense: int) -> dict[str, in
     kept until the commit: every layer's own rows, and the captured states, which exist twice while they are joined;
     stream: the residual stream, its normed copy and a layer's result;
     largest step: the greatest of one layer's attention (queries, scores over the whole cache in float32 and as weights, the result in
-        float32, one layer's values with unused rows cleared), one layer's MLP or experts, the vocabulary's scores, the draft's
-        scores. `packed_dense`: the largest packed weight that is dequantised whole, which a step may need beside them.
+        float32, one layer's values with unused rows cleared), one layer's MLP or experts (one expert at a time, or, for few rows,
+        the weights of every row's experts gathered), the vocabulary's scores, the draft's scores. `packed_dense`: the largest packed
+        weight that is dequantised whole, which a step may need beside them.
     """
     target, item, width = sizes.target, sizes.itemsize, sizes.target.hidden_size
     own = rows.run * item * sum(row_values(layer.attention) for layer in target.layers)
     captured = 2 * rows.run * sizes.captures * width * item
     steps = {
         "attention": max(_attention(layer.attention, rows, sizes) for layer in target.layers),
-        "MLP": max(_mlp(layer.mlp, width, rows.run, item) for layer in target.layers),
+        "MLP": max(_mlp(layer.mlp, rows.run, sizes) for layer in target.layers),
         # logits, then scaled and filtered, then with noise
         "logits": 3 * rows.scored * target.vocab_size * 4,
     }
@@ -128,9 +132,14 @@ def _attention(attention: GQAConfig | MLAConfig, count: Rows, sizes: Sizes) -> i
     return queries + scores + mixed + sizes.slots * sizes.max_len * kept * item
 
 
-def _mlp(mlp: DenseConfig | MoEConfig, width: int, rows: int, item: int) -> int:
+def _mlp(mlp: DenseConfig | MoEConfig, rows: int, sizes: Sizes) -> int:
+    item, width = sizes.itemsize, sizes.target.hidden_size
     if isinstance(mlp, DenseConfig):
         return 3 * rows * mlp.width * item
+    pairs = rows * mlp.topk
+    if gather_pays(pairs, mlp.experts, sizes.platform):
+        # gate and up of every pair's expert; down is gathered once these are spent, into the same space
+        return pairs * (2 * mlp.width * width * item + 3 * mlp.width * 4 + width * 4)
     # every row through one expert at a time, the sum in float32, and that expert's weights when they are taken out of the stack
     return rows * (3 * mlp.width * 4 + 2 * width * 4) + 3 * mlp.width * width * item
 

@@ -166,6 +166,12 @@ class Plan:
         """The program whose temporaries these are: "prefill" or "decode"."""
         return self._temporaries(self.sizes())[0]
 
+    @property
+    def decode_temporaries(self) -> int:
+        """Of the decode program alone; an estimate."""
+        sizes = self.sizes()
+        return total(temporary_bytes(sizes, program_rows(sizes)["decode"], self._dequantised))
+
     def _temporaries(self, sizes: Sizes) -> tuple[str, dict[str, int]]:
         programs = {name: temporary_bytes(sizes, rows, self._dequantised) for name, rows in program_rows(sizes).items()}
         return max(programs.items(), key=lambda item: total(item[1]))

@@ -138,5 +138,7 @@ def test_both_ways_agree_closely():
     np.testing.assert_allclose(experts(*arrays, gather=True), experts(*arrays, gather=False), atol=2e-6, rtol=0)
 
 
-def test_a_cpu_never_gathers():
-    assert not gather_pays(1, 128)
+def test_when_weights_are_gathered():
+    assert not gather_pays(1, 128)  # never on a CPU
+    assert gather_pays(64, 128, "gpu") and not gather_pays(65, 128, "gpu")
+    assert not gather_pays(1, 128, "cpu")

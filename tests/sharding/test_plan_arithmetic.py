@@ -3,8 +3,11 @@
 One device of eight. bfloat16 is 2 bytes, float32 4.
 """
 
+from dataclasses import replace
+
 from plan_cases import plan_of
 
+from eaglejax.sharding.aot import Compiled
 from eaglejax.sharding.memory import program_rows, temporary_bytes
 
 
@@ -138,3 +141,34 @@ def test_prefill_needs_more():
     assert plan.temporaries["largest step (attention)"] == (
         scores + cleared + 2 * rows * 8 * 576 * 2 + 2 * rows * 8 * 512 * 4
     )
+
+
+def test_few_rows_gather_the_weights_of_their_experts():
+    """Qwen3-30B-A3B on 2 devices, 4 rows: 32 (row, expert) pairs, half of the 64 experts there, so their weights are gathered. XLA's decode
+    program on two H200 has 200,590,880 bytes of temporaries."""
+    plan = plan_of("qwen3-30b-a3b", devices=2, placement="replicated")
+    gathered = 32 * 2 * 768 * 2048 * 2
+    sizes = plan.sizes()
+    rows = program_rows(sizes)
+    parts = temporary_bytes(sizes, rows["decode"], 0)
+    assert parts["largest step (MLP)"] == gathered + 32 * (3 * 768 + 2048) * 4
+    assert 0.8 < plan.decode_temporaries / 200_590_880 < 1.2
+    # not on a CPU, nor where there are more pairs than that: one expert's weights at a time
+    expert = 3 * 768 * 2048 * 2
+    for other in (
+        temporary_bytes(replace(sizes, platform="cpu"), rows["decode"], 0),
+        temporary_bytes(sizes, replace(rows["decode"], run=5), 0),
+    ):
+        largest = max(size for name, size in other.items() if name.startswith("largest"))
+        assert expert < largest < 2 * expert
+
+
+def test_the_estimate_stands_beside_a_gpu_s_figure():
+    plan = plan_of("qwen3-30b-a3b", devices=2, placement="replicated")
+    compiled = lambda platform: Compiled(platform, 0, 0, 200_590_880, [], [], 1.0)
+    assert f"200,590,880 bytes; our estimate for this program: {plan.decode_temporaries:,} (+" in compiled(
+        "gpu"
+    ).to_text(plan)
+    assert compiled("gpu").to_json(plan)["temporary_bytes_by_our_estimate"] == plan.decode_temporaries
+    assert "not a GPU's figure" in compiled("cpu").to_text(plan)
+    assert compiled("cpu").to_json(plan)["temporary_bytes_by_our_estimate"] is None
