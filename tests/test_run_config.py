@@ -55,6 +55,9 @@ def test_every_key_reaches_its_place(tmp_path):
             dtype = "bfloat16"
             max_len = 64
             slots = 2
+            mesh = "data=2,model=4"
+            draft_placement = "sharded"
+            expert_split = "width"
             """,
         )
     )
@@ -68,6 +71,9 @@ def test_every_key_reaches_its_place(tmp_path):
         "dtype": "bfloat16",
         "max_len": 64,
         "slots": 2,
+        "mesh": "data=2,model=4",
+        "draft_placement": "sharded",
+        "expert_split": "width",
     }
     assert config.sampling == Sampling(7, 0.5, 20, 0.9, 0.05, 11, ["\n"], [2], True)
 
@@ -138,5 +144,5 @@ def test_sections_hold_the_engine_s_own_arguments():
 
     from eaglejax import EagleJaxEngine
 
-    taken = set(inspect.signature(EagleJaxEngine.from_pretrained).parameters) - {"mesh", "speculation"}
+    taken = set(inspect.signature(EagleJaxEngine.from_pretrained).parameters) - {"speculation"}
     assert taken == {*KEYS["model"], *KEYS["engine"]}
