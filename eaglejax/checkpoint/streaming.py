@@ -129,13 +129,15 @@ def place_whole(array: Any, variable: nnx.Variable, mesh: Mesh | None) -> jax.Ar
     """A whole array as the value of a leaf: copied to every device that the leaf's metadata asks for.
 
     Without mesh axes in the metadata that is all of it on each device of the mesh, also where `array` itself lies
-    over the mesh: a leaf is never a part of another model's array.
+    over the mesh. An array that already lies as the leaf asks is taken as it is, not copied.
     """
     if mesh is None:
         return jnp.asarray(array)
     sharding, shape = leaf_sharding(variable, mesh), whole_shape(variable, mesh)
     if isinstance(array, jax.Array):
         assert array.shape == shape, (array.shape, shape)
+        if array.sharding.is_equivalent_to(sharding, array.ndim):
+            return array
         if array.sharding.device_set == sharding.device_set:
             # a compiled copy also works where a process sees only its own part
             return jax.jit(lambda whole: whole, out_shardings=sharding)(array)

@@ -126,16 +126,20 @@ class Plan:
             return []
         config = self.question.models.draft
         assert config is not None
-        # a split embedding or head is the target's own array; a replicated one is a copy where the target's is split
-        copied = self.question.placement == "replicated" and self.question.mesh.model > 1
         borrowed = {"embedding": not config.own_embedding, "head": not config.own_head}
-        return [w for w in draft.weights if copied or not borrowed.get(w.component, False)]
+        return [w for w in draft.weights if self.copies or not borrowed.get(w.component, False)]
+
+    @property
+    def copies(self) -> bool:
+        """Whether the draft copies what it borrows: one that is whole everywhere does where the target's is split; else the array is
+        the target's own."""
+        return self.question.placement == "replicated" and self.target.local.vocab_split
 
     @property
     def borrowed_copies(self) -> int:
         """Bytes of a replicated draft's own copies of the target's embedding and head."""
         config = self.question.models.draft
-        if config is None or self.question.placement != "replicated" or self.question.mesh.model == 1:
+        if config is None or not self.copies:
             return 0
         names = [name for name, own in (("embedding", config.own_embedding), ("head", config.own_head)) if not own]
         return sum(size for name, size in self.draft_weights.items() if name in names)

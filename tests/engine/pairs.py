@@ -8,6 +8,7 @@ enough that accepted paths of every length, and of every rank among siblings, oc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import kit_m
 import numpy as np
 from flax import nnx
@@ -214,6 +216,16 @@ def write_random(folder: Path, family: str) -> tuple[str, str]:
 
 
 # driving the compiled programs by hand
+
+
+@contextlib.contextmanager
+def jaxtyping_off() -> Iterator[None]:
+    """A state of shapes holds no arrays, which the type checks of the tests would refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
