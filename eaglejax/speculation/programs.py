@@ -63,15 +63,19 @@ class Programs:
         self.boundaries = boundaries if spec.num_steps else ()
         target_graph, target_arrays = nnx.split(target)
         draft_graph, draft_arrays = nnx.split(draft) if draft is not None and spec.num_steps else (None, None)
-        self.arrays = (target_arrays, draft_arrays)
+        states = (target_arrays, draft_arrays)
+        # plain lists: jax flattens a module's state in Python, for every weight and at every call
+        self.arrays = tuple(jax.tree.leaves(state) for state in states)
+        trees = [jax.tree.structure(state) for state in states]
         self.warned = False  # about a draft of which nothing is accepted
 
         def models(arrays) -> Models:
-            merged = nnx.merge(draft_graph, arrays[1]) if draft_graph is not None else None
-            return Models(nnx.merge(target_graph, arrays[0]), merged, self.boundaries)
+            target_state, draft_state = map(jax.tree.unflatten, trees, arrays)
+            merged = nnx.merge(draft_graph, draft_state) if draft_graph is not None else None
+            return Models(nnx.merge(target_graph, target_state), merged, self.boundaries)
 
         self._state_specs = state_specs(Models(target, draft if draft_graph is not None else None, self.boundaries))
-        weights = [spec for arrays in self.arrays if arrays is not None for spec in weight_specs(arrays)]
+        weights = [spec for state in states if state is not None for spec in weight_specs(state)]
         self._weight_specs = weights
 
         def prefill(arrays, state, offset, rows):

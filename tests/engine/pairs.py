@@ -78,7 +78,8 @@ def share_programs(engine: EagleJaxEngine, other: EagleJaxEngine, spec: Speculat
     same_captures = engine._pair.capture.boundaries == other._pair.capture.boundaries
     if same_captures and engine.max_len == other.max_len and [graph for graph, _ in parts] == theirs:
         programs = copy.copy(other._programs_for(spec))
-        programs.arrays, programs._idle, programs.warned = tuple(arrays for _, arrays in parts), {}, False
+        programs.arrays = tuple(jax.tree.leaves(arrays) for _, arrays in parts)
+        programs._idle, programs.warned = {}, False
         engine._programs[spec] = programs
     return engine
 
