@@ -86,8 +86,9 @@ def test_biases_and_clamped_activation(gather):
 
 
 @WAYS
-def test_bfloat16(gather):
-    x, ids, weights, gate_up, down = problem(9, 96, 40, 12, 3)
+@pytest.mark.parametrize("rows, d, f, count", [(9, 96, 40, 12), (1, 100, 96, 8), (7, 1408, 96, 8), (3, 768, 2560, 8)])
+def test_bfloat16(gather, rows, d, f, count):
+    x, ids, weights, gate_up, down = problem(rows, d, f, count, 3)
     x, gate_up, down = (array.astype(ml_dtypes.bfloat16) for array in (x, gate_up, down))
     got = experts(*map(jnp.asarray, (x, ids, weights, gate_up, down)), gather=gather)
     want = loop(x, ids, weights, gate_up, down)

@@ -63,6 +63,16 @@ def one_stays_away() -> dict:
     return {}
 
 
+def short_of_memory() -> dict:
+    """Process 1 has too little memory for its part: both refuse."""
+    from eaglejax.sharding import fit
+
+    if process == "1":
+        fit.machine_free = lambda: 1000
+    load()
+    return {}
+
+
 def no_mesh() -> dict:
     load(mesh=None)
     return {}

@@ -71,6 +71,7 @@ def test_same_tokens_in_both_processes_and_on_one_device(pair):
     [
         ("different_prompts", "generate: the processes do not ask for the same"),
         ("different_settings", "from_pretrained: the processes do not ask for the same"),
+        ("short_of_memory", "does not fit; found this machine's memory:"),
         ("no_mesh", "2 processes need a mesh over all their devices"),
         ("part_of_the_devices", "several processes use all of their devices"),
     ],
