@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Float, Int, Int8, Shaped
 from safetensors.numpy import save_file
 
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig
-from eaglejax.training.weights import checkpoint_names
+from eaglejax.models.draft import Draft
+from eaglejax.models.layers import leaves
+from eaglejax.training.weights import checkpoint_names, frozen_paths
 
 
 def int8_rows(weight: Float[np.ndarray, "o i"]) -> tuple[Int8[np.ndarray, "o i"], Float[np.ndarray, "o 1"]]:
@@ -33,6 +38,18 @@ def int8_rows(weight: Float[np.ndarray, "o i"]) -> tuple[Int8[np.ndarray, "o i"]
     return np.clip(np.rint(weight / factor), -127, 127).astype(np.int8), factor
 
 
+def file_bytes(config: DraftConfig, *, int8: bool) -> int:
+    """Bytes of the tensors that `write_draft` makes of a draft of this shape, known before it is trained."""
+    draft = nnx.eval_shape(lambda: Draft(config, dtype=jnp.float32))
+    total = 8 * config.draft_vocab_size + config.vocab_size
+    for path, leaf in leaves(draft).items():
+        if path in frozen_paths(config):
+            continue
+        size, rows = math.prod(leaf.shape), math.prod(leaf.shape[:-1])
+        total += size + 4 * rows if int8 and len(leaf.shape) > 1 else 4 * size
+    return total
+
+
 def write_draft(
     folder: Path,
     config: DraftConfig,
@@ -44,7 +61,7 @@ def write_draft(
     """Writes config.json and model.safetensors.
 
     Arguments:
-        weights: by parameter path, without the embedding, which is the target's.
+        weights: by parameter path, without the embedding, which is the target's, as is a head that the draft borrows.
         int8: projections as `X.weight` int8 and `X.weight_scale` [out, 1]; norms stay float32.
     """
     ids = np.asarray(target_ids, np.int64)

@@ -13,14 +13,15 @@ from eaglejax.drafting import StandaloneDraft
 from eaglejax.errors import ConfigError
 from eaglejax.models.config import DraftConfig, GQAConfig
 from eaglejax.training.ttt import Text, teach, ttt
-from eaglejax.training.weights import checkpoint_names, rebuild, trained_weights
+from eaglejax.training.weights import checkpoint_names, frozen_weights, rebuild, trained_weights
 
 DECAY = 0.8  # weight of step j is DECAY ** j
 
 
 @dataclass(frozen=True)
 class LossAndGrads:
-    """loss: sum of 0.8^j x step_losses[j]. grads: of `loss`, by checkpoint tensor name; the embedding is frozen."""
+    """loss: sum of 0.8^j x step_losses[j]. grads: of `loss`, by checkpoint tensor name; the
+    embedding is frozen, and so is a head that the draft borrows."""
 
     loss: float
     step_losses: Float[np.ndarray, " steps"]
@@ -63,9 +64,9 @@ def ttt_loss_and_grads(
     )
 
     @jax.jit
-    def run(weights, embedding, target_ids, features, last, head):
+    def run(weights, frozen, target_ids, features, last, head):
         def loss(weights):
-            out = ttt(rebuild(config, weights, embedding, target_ids, dtype), text, features, teacher, steps)
+            out = ttt(rebuild(config, weights, frozen, target_ids, dtype), text, features, teacher, steps)
             return jnp.sum(jnp.float32(DECAY) ** jnp.arange(steps, dtype=jnp.float32) * out.losses), out
 
         teacher = teach(last, head, target_ids)
@@ -76,7 +77,7 @@ def ttt_loss_and_grads(
         jnp.asarray(np.asarray(x)).astype(dtype) for x in (aux_hidden, target_last_hidden, target_head)
     )
     value, losses, accuracies, grads = run(
-        trained_weights(module), module.embedding.weight[...], module.target_ids[...], features, last, head
+        trained_weights(module), frozen_weights(module), module.target_ids[...], features, last, head
     )
     return LossAndGrads(float(value), np.asarray(losses), np.asarray(accuracies), checkpoint_names(config, grads))
 

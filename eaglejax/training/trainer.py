@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from eaglejax.models.config import DraftConfig
 from eaglejax.models.rows import Step
 from eaglejax.models.target import Target
+from eaglejax.training.losses import Objective
 from eaglejax.training.ttt import Text, causal_within, teach, ttt
-from eaglejax.training.weights import rebuild
+from eaglejax.training.weights import EMBEDDING, HEAD, rebuild
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class TrainSettings:
 
     unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient.
     warmup: share of the run over which the rate rises. final: share of the peak rate at the end of the cosine.
+    objective: the loss of a place (`losses.vocabulary_loss`).
     """
 
     unroll: int = 7
@@ -40,6 +42,7 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     compute_dtype: str = "bfloat16"
+    objective: Objective = "entropy"
 
     def rate_at(self, progress: float) -> float:
         """The learning rate at a share of the run in [0, 1]: linear rise, then cosine."""
@@ -66,6 +69,11 @@ class Frozen:
     embedding: Float[Array, "v d"]
     head: Float[Array, "v d"]
     target_ids: Int[Array, " w"]
+
+    def parameters(self, config: DraftConfig) -> dict[str, Float[Array, "..."]]:
+        """The draft's frozen parameters: the embedding, and the target's rows where its head is borrowed."""
+        rows = {} if config.own_head else {HEAD: self.head[self.target_ids]}
+        return {EMBEDDING: self.embedding, **rows}
 
 
 @jax.tree_util.register_dataclass
@@ -137,8 +145,8 @@ def train_step(
     teacher = teach(features.last, frozen.head, frozen.target_ids)
 
     def objective(weights):
-        draft = rebuild(config, weights, frozen.embedding, frozen.target_ids, dtype)
-        out = ttt(draft, text, features.captured, teacher, settings.unroll)
+        draft = rebuild(config, weights, frozen.parameters(config), frozen.target_ids, dtype)
+        out = ttt(draft, text, features.captured, teacher, settings.unroll, settings.objective)
         decays = jnp.float32(settings.decay) ** jnp.arange(settings.unroll, dtype=jnp.float32)
         return jnp.sum(decays * out.losses), out
 
@@ -163,7 +171,7 @@ def drafted_tokens(
     """The chain that the draft would propose at every place, target ids; of no meaning behind a wrong token."""
     dtype = jnp.dtype(settings.compute_dtype)
     teacher = teach(features.last, frozen.head, frozen.target_ids)
-    draft = rebuild(config, weights, frozen.embedding, frozen.target_ids, dtype)
+    draft = rebuild(config, weights, frozen.parameters(config), frozen.target_ids, dtype)
     return ttt(draft, text, features.captured, teacher, settings.unroll).drafted
 
 

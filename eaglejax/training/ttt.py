@@ -5,14 +5,14 @@
 
 Tokens are the true ones, states the draft's own; row i of step j stands at RoPE position i + j. Row i sees the
 step-0 keys of rows 0..i, and of the later steps only its own place: a chain of length j grown at every position at
-once. Each step is recomputed in the backward pass, so that no step's scores or logits are kept.
+once. Each step is recomputed in the backward pass, so that no step's scores are kept; logits are `losses.py`'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from eaglejax.models.draft import Draft
 from eaglejax.models.layers import PRECISION
 from eaglejax.models.rope import rotate
 from eaglejax.models.rows import KVRows
+from eaglejax.training.losses import CHUNK, Objective, vocabulary_loss
+from eaglejax.training.products import wide_einsum
 
 VOCABULARY_CHUNK = 8192  # target logits held at a time while the best token is looked for
 
@@ -70,32 +72,6 @@ class Unrolled:
     drafted: Int[Array, "steps b t"]  # target id of the first choice
 
 
-def wide_einsum(spec: str, a: Shaped[Array, "..."], b: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    """A product accumulated and returned in float32, whose gradients are products in the operands' own dtype.
-
-    Left to autodiff, a bfloat16 product with a float32 result is differentiated in float32, off the matrix units.
-    """
-    return cast(Array, _wide_product(spec, a, b))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wide_product(spec, a, b):
-    return jnp.einsum(spec, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
-
-
-def _wide_forward(spec, a, b):
-    return _wide_product(spec, a, b), (a, b)
-
-
-def _wide_backward(spec, operands, gradient):
-    a, b = operands
-    _, back = jax.vjp(partial(jnp.einsum, spec, precision=PRECISION), a, b)
-    return back(gradient.astype(a.dtype))
-
-
-_wide_product.defvjp(_wide_forward, _wide_backward)
-
-
 def teach(last_hidden: Float[Array, "b t d"], head: Float[Array, "v d"], target_ids: Int[Array, " w"]) -> Teacher:
     """The teacher from the target's last hidden state (after its final norm) and its output matrix.
 
@@ -117,9 +93,25 @@ def teach(last_hidden: Float[Array, "b t d"], head: Float[Array, "v d"], target_
         shape = last_hidden.shape[:2]
         start = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
         _, best = lax.fori_loop(0, -(-size // chunk), body, start)
-        logits = _logits(last_hidden, head[target_ids])
-        probabilities = jax.nn.softmax(logits, axis=-1).astype(last_hidden.dtype)
-        return Teacher(probabilities, jnp.argmax(logits, -1).astype(jnp.int32), known_ids[best])
+        probabilities, favourite = _restricted(last_hidden, head[target_ids])
+        return Teacher(probabilities, favourite, known_ids[best])
+
+
+def _restricted(last_hidden, rows):
+    """Softmax over the draft vocabulary alone, in the dtype of the states, and the likeliest; a few places at a time."""
+    batch, size, width = last_hidden.shape
+    places = batch * size
+    parts = -(-places // max(1, CHUNK // rows.shape[0]))
+    chunk = -(-places // parts)
+    flat = jnp.pad(last_hidden.reshape(places, width), ((0, parts * chunk - places), (0, 0)))
+
+    def one(hidden):
+        logits = _logits(hidden[None], rows)[0]
+        return jax.nn.softmax(logits, axis=-1).astype(hidden.dtype), jnp.argmax(logits, -1).astype(jnp.int32)
+
+    soft, best = lax.map(one, flat.reshape(parts, chunk, width))
+    whole = lambda x: x.reshape(parts * chunk, *x.shape[2:])[:places].reshape(batch, size, *x.shape[2:])
+    return whole(soft), whole(best)
 
 
 def _logits(hidden, weight):
@@ -143,17 +135,25 @@ def _shifted(
     return _Shifted(jnp.concatenate([jnp.asarray(x), tail], axis=1), x.shape[1])
 
 
-def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teacher, steps: int) -> Unrolled:
+def ttt(
+    draft: Draft,
+    text: Text,
+    features: Float[Array, "b t n"],
+    teacher: Teacher,
+    steps: int,
+    objective: Objective = "entropy",
+) -> Unrolled:
     """The unrolled losses of a draft with grouped-query attention; differentiable in the draft's parameters.
 
     Arguments:
         features: the captured target states of each place, joined low to high (`Draft.fuse` is applied here).
         teacher: the target's word at each place; nothing is shifted beforehand.
         steps: how many tokens are drafted at every place.
+        objective: the loss of a place, see `losses.vocabulary_loss`.
 
     `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t.
     Place i counts at step j where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the
-    draft vocabulary, and both places lie in one document.
+    draft vocabulary, and both places lie in one document. A borrowed head has no gradient.
     """
     width = draft.config.draft_vocab_size
     after_end = jnp.any(draft.target_ids[...] == 0)  # beyond the end the teacher is uniform, its best token id 0
@@ -168,28 +168,37 @@ def ttt(draft: Draft, text: Text, features: Float[Array, "b t n"], teacher: Teac
     def one(step, hidden, memories):
         out, rows = _forward(draft, tokens.at(step + 1), hidden, text.positions + step, memories, visible)
         normed = out if draft.norm is None else draft.norm(out)
-        logits = wide_einsum("btd,wd->btw", normed, draft.head.weight[...])
+        return out, normed, rows
+
+    def judge(step, normed):
         same = segments.at(step) == text.segments
         wanted = counts.at(step) & same
-        entropy = -jnp.sum(soft.at(step + 1).astype(jnp.float32) * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        figures = (
-            jnp.sum(jnp.where(wanted, entropy, 0)) / entropy.size,
+        flat = lambda x: x.reshape(wanted.size, *x.shape[2:])
+        total, choices = vocabulary_loss(
+            flat(normed),
+            draft.head.weight[...],
+            flat(soft.at(step + 1)),
+            flat(wanted),
+            objective=objective,
+            learn_head=draft.config.own_head,
+        )
+        choice = choices.reshape(wanted.shape)
+        return (
+            total / wanted.size,
             jnp.sum(wanted & (choice == best.at(step + 1))).astype(jnp.float32),
             jnp.sum(loss.at(step) & same).astype(jnp.float32),
             draft.target_ids[...][choice],
         )
-        feedback = normed if draft.config.norm_output else out
-        return feedback, rows, figures
 
     hidden = draft.fuse(features)
     memories: list[list[KVRows]] = [[] for _ in draft.config.layers]
     figures = []
     for step in range(steps):
         with jax.named_scope(f"unroll_{step}"):
-            hidden, rows, got = one(step, hidden, memories)
+            out, normed, rows = one(step, hidden, memories)
+            hidden = normed if draft.config.norm_output else out
             memories = [[*memory, own] for memory, own in zip(memories, rows, strict=True)]
-            figures.append(got)
+            figures.append(judge(step, normed))
     return Unrolled(*(jnp.stack(column) for column in zip(*figures, strict=True)))
 
 

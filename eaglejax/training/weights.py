@@ -14,27 +14,37 @@ from eaglejax.models.config import DraftConfig
 from eaglejax.models.draft import Draft
 from eaglejax.models.layers import leaves
 
-FROZEN = ("embedding.weight",)
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+
+
+def frozen_paths(config: DraftConfig) -> frozenset[str]:
+    """Parameters that training leaves alone: the embedding, and a head that is the target's."""
+    return frozenset((EMBEDDING,) if config.own_head else (EMBEDDING, HEAD))
 
 
 def trained_weights(draft: Draft) -> dict[str, Shaped[Array, "..."]]:
-    """Parameter path -> value, without the frozen embedding."""
-    return {path: leaf[...] for path, leaf in leaves(draft).items() if path not in FROZEN}
+    """Parameter path -> value, without what is frozen."""
+    return {path: leaf[...] for path, leaf in leaves(draft).items() if path not in frozen_paths(draft.config)}
+
+
+def frozen_weights(draft: Draft) -> dict[str, Shaped[Array, "..."]]:
+    """The other parameters: what `rebuild` takes as `frozen`."""
+    return {path: leaf[...] for path, leaf in leaves(draft).items() if path in frozen_paths(draft.config)}
 
 
 def rebuild(
     config: DraftConfig,
     weights: Mapping[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]],
-    embedding: Float[Array, "v d"],
+    frozen: Mapping[str, Shaped[Array, "..."]],
     target_ids: Int[Array, " w"],
     dtype: DTypeLike,
 ) -> Draft:
     """A draft module with these weights, cast to the compute dtype; differentiable in them."""
     draft = nnx.eval_shape(lambda: Draft(config, dtype=dtype))
     graph, params, others = nnx.split(draft, nnx.Param, ...)
-    values = {**weights, "embedding.weight": embedding}
+    values = {**weights, **frozen}
     flat = [
-        (path, variable.replace(values[".".join(map(str, path))].astype(dtype)))
+        (path, variable.replace(jnp.asarray(values[".".join(map(str, path))]).astype(dtype)))
         for path, variable in nnx.to_flat_state(params)
     ]
     rest = [(path, variable.replace(target_ids)) for path, variable in nnx.to_flat_state(others)]
@@ -62,7 +72,7 @@ def first_weights(
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """First weights of a draft whose width is its target's.
 
-    The head starts as the target's rows of the draft vocabulary and the final norm as the target's; fc passes the
+    An own head starts as the target's rows of the draft vocabulary, the final norm as the target's; fc passes the
     last capture on, brought to size 1, with a little of the others; projections that write to the stream start
     small. So the first states already lie in the space that the head reads.
 
@@ -73,7 +83,7 @@ def first_weights(
     draft = nnx.eval_shape(lambda: Draft(config, dtype=jnp.float32))
     values: dict[str, np.ndarray] = {}
     for path, leaf in leaves(draft).items():
-        if path in FROZEN:
+        if path in frozen_paths(config):
             continue
         if path.endswith(".scale"):
             values[path] = np.ones(leaf.shape, np.float32)
@@ -84,5 +94,7 @@ def first_weights(
     parts = [0.1 / scale * width**-0.5 * rng.standard_normal((width, width)) for scale in scales]
     parts[-1] = parts[-1] + np.eye(width) / scales[-1]
     values["fusion.fc.weight"] = np.concatenate(parts, axis=1).astype(np.float32)
-    values["head.weight"], values["norm.scale"] = head.astype(np.float32), norm.astype(np.float32)
+    values["norm.scale"] = norm.astype(np.float32)
+    if config.own_head:
+        values[HEAD] = head.astype(np.float32)
     return values
