@@ -18,7 +18,7 @@ from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
-from eaglejax.sharding.processes import agree, from_first
+from eaglejax.sharding.processes import agree, from_first, in_step, telling
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
 from eaglejax.teacher import Teacher
@@ -127,16 +127,18 @@ class EagleJaxEngine:
             placement,
         )
         agree("from_pretrained", made_of)
-        pair = load_pair(
-            model,
-            draft,
-            capture=capture,
-            dtype=dtype,
-            draft_config=draft_config,
-            mesh=build_mesh(mesh),
-            placement=placement,
-            capacity=Capacity(_tree(speculation, draft is not None), max_len, slots),
-        )
+        with telling("from_pretrained"):
+            pair = load_pair(
+                model,
+                draft,
+                capture=capture,
+                dtype=dtype,
+                draft_config=draft_config,
+                mesh=build_mesh(mesh),
+                placement=placement,
+                capacity=Capacity(_tree(speculation, draft is not None), max_len, slots),
+            )
+        agree("loading", "done")
         if max_len > pair.target.config.max_position > 0:
             pair.report.warn(
                 f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens"
@@ -154,6 +156,11 @@ class EagleJaxEngine:
     def load_report(self) -> LoadReport:
         """What was loaded, captured, borrowed, converted and assumed, in plain words."""
         return self._pair.report
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint has a tokenizer; without one, prompts and answers are token ids."""
+        return self._pair.tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -197,10 +204,11 @@ class EagleJaxEngine:
         Raises PromptError naming the prompt (empty, too long, an id out of range, text without a tokenizer), and ConfigError for a
         tree that this pair cannot grow or samplings that do not fit the prompts; both before anything runs.
         """
-        jobs = self._jobs(prompts, sampling)
-        spec = self._setting(speculation)
+        with telling("generate"):
+            jobs = self._jobs(prompts, sampling)
+            spec = self._setting(speculation)
         agree("generate", (jobs, spec))
-        programs = self._programs_for(spec)
+        jobs, programs = _seeded(jobs), self._programs_for(spec)
         answers: list[Generation] = []
         for first in range(0, len(jobs), self.slots):
             answers += Wave(programs, jobs[first : first + self.slots], self._pair.tokenizer, self.slots).run()
@@ -221,15 +229,17 @@ class EagleJaxEngine:
 
         Raises as `generate` does, before the first piece.
         """
-        jobs = self._jobs(prompt, sampling)
-        if len(jobs) != 1:
-            raise PromptError("stream takes one prompt", where="prompt", found=f"{len(jobs)} prompts", expected="one")
-        whole_number("cycles", cycles, 1)
-        spec = self._setting(speculation)
+        with telling("stream"):
+            jobs = self._jobs(prompt, sampling)
+            if len(jobs) != 1:
+                raise PromptError(
+                    "stream takes one prompt", where="prompt", found=f"{len(jobs)} prompts", expected="one"
+                )
+            whole_number("cycles", cycles, 1)
+            spec = self._setting(speculation)
         agree("stream", (jobs, spec, cycles))
-        programs = self._programs_for(spec)
-        wave = Wave(programs, jobs, self._pair.tokenizer, self.slots)
-        return (chunk for _, chunk in wave.chunks(cycles))
+        wave = Wave(self._programs_for(spec), _seeded(jobs), self._pair.tokenizer, self.slots)
+        return in_step("a piece of a stream", (chunk for _, chunk in wave.chunks(cycles)))
 
     def chat(
         self,
@@ -251,7 +261,8 @@ class EagleJaxEngine:
 
         Raises PromptError for ids that are none of the target's, and for more of them than its context.
         """
-        ids = self._ids(token_ids, 1)
+        with telling("score"):
+            ids = self._ids(token_ids, 1)
         agree("score", ids)
         return self._teacher.score(ids)
 
@@ -260,19 +271,21 @@ class EagleJaxEngine:
 
         Row i has token i + 1 beside the target's features of position i. Raises as `score` does, and ConfigError without a draft.
         """
-        _, boundaries = self._need_draft()
-        ids = self._ids(token_ids, 2)
+        with telling("draft_score"):
+            _, boundaries = self._need_draft()
+            ids = self._ids(token_ids, 2)
         agree("draft_score", ids)
         return self._teacher.draft_score(boundaries, ids)
 
     def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
         """The tree the draft grows below the last token, at temperature 0. Raises as `draft_score` does."""
-        draft, boundaries = self._need_draft()
-        spec = self._setting(speculation)
-        if not spec.num_steps:  # an engine set to plain decoding still shows trees
-            spec = AUTO
-        check_tree(spec, draft.config.draft_vocab_size)
-        ids = self._ids(token_ids, 2)
+        with telling("propose"):
+            draft, boundaries = self._need_draft()
+            spec = self._setting(speculation)
+            if not spec.num_steps:  # an engine set to plain decoding still shows trees
+                spec = AUTO
+            check_tree(spec, draft.config.draft_vocab_size)
+            ids = self._ids(token_ids, 2)
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
 
@@ -332,8 +345,7 @@ class EagleJaxEngine:
             stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
             if asked.stop:
                 _ = self.tokenizer  # stop strings need text
-            seed = from_first(secrets.randbits(63)) if asked.seed is None else asked.seed
-            jobs.append(Job(prompt, asked, seed, tuple(dict.fromkeys(stops))))
+            jobs.append(Job(prompt, asked, asked.seed, tuple(dict.fromkeys(stops))))
         return jobs
 
     def _ids(self, token_ids: Sequence[int], least: int) -> list[int]:
@@ -375,3 +387,8 @@ class EagleJaxEngine:
         asked = Sampling(max_new_tokens=min(80, self.max_len - 1), temperature=1.0, seed=0, ignore_eos=True)
         answers = self.generate([[int(i)] for i in starts], asked, speculation=None)
         return [a.prompt_token_ids + a.token_ids for a in answers]
+
+
+def _seeded(jobs: list[Job]) -> list[Job]:
+    """The jobs, a fresh seed for each that has none: process 0's where there are several."""
+    return [job if job.seed is not None else replace(job, seed=from_first(secrets.randbits(63))) for job in jobs]

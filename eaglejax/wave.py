@@ -31,7 +31,7 @@ class Job:
 
     prompt: list[int]
     sampling: Sampling
-    seed: int
+    seed: int | None  # None: a fresh one, chosen before the wave runs
     stop_ids: tuple[int, ...]  # EOS ids, unless ignored, and the request's own
 
 
@@ -107,6 +107,7 @@ class Wave:
             if self.answers[index] is not None:
                 continue
             prompts[index, : len(job.prompt)] = job.prompt
+            assert job.seed is not None
             seeds[index] = job.seed & 0xFFFFFFFF, job.seed >> 32
             stops[index, : len(job.stop_ids)] = job.stop_ids
             columns["prompt_length"][index] = len(job.prompt)
@@ -169,6 +170,7 @@ class Wave:
 
     def _answer(self, index, text, made, reason, cause, counts) -> Generation:
         job = self.jobs[index]
+        assert job.seed is not None
         stats = Stats(
             seed=job.seed,
             prompt_tokens=len(job.prompt),

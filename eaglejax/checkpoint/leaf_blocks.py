@@ -95,7 +95,7 @@ def _read_scales(part: Part, reader: CheckpointReader, index: Index, target: np.
     cells = _cells(scales, index, step)
     block = tuple(slice(int(rows[0]), int(rows[-1]) + 1) for rows in cells)
     stored = reader.read_block(part.name, block, shape=scales.grid)
-    refuse_nonfinite(stored, reader.info(part.name))
+    refuse_nonfinite(stored, reader.info(part.name), exponents=True)
     values = stored[np.ix_(*(rows - rows[0] for rows in cells))]
     counts = [0] * len(scales.view.shape)
     for part_of, axis in zip(index, scales.view.order, strict=True):

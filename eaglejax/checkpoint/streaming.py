@@ -45,7 +45,8 @@ class LoadStats:
     def __str__(self) -> str:
         rate = self.bytes_read / self.seconds / 1e9 if self.seconds else 0.0
         return (
-            f"read {self.bytes_read:,} bytes for {self.bytes_needed:,} needed in {self.seconds:.1f} s ({rate:.2f} GB/s)"
+            f"read {self.bytes_read:,} bytes of the files for {self.bytes_needed:,} bytes of tensors in {self.seconds:.1f} s "
+            f"({rate:.2f} GB/s)"
         )
 
 

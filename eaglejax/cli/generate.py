@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError
-from eaglejax.cli.processes import join, read_processes
+from eaglejax.cli.processes import read_processes, together
 from eaglejax.cli.prompts import read_flags, require_tokenizer, text_flag
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
+from eaglejax.generation import Generation
 
 if TYPE_CHECKING:
     from eaglejax.cli.session import Session
@@ -35,21 +36,25 @@ def main(flags: FlagValues) -> int:
     # jax from here on
     from eaglejax.cli.session import Session
 
-    if processes is not None:
-        join(processes)
-    session = Session(settings, report=bool(flags["report"].value))
-    if len(prompts) == 1 and not as_json and stream is not False:
-        _streamed(session, prompts[0], settings.sampling)
-    else:
-        _whole(session, prompts, settings.sampling, as_json=as_json)
+    with together(processes):
+        session = Session(settings, report=bool(flags["report"].value))
+        if len(prompts) == 1 and not as_json and stream is not False:
+            _streamed(session, prompts[0], settings.sampling)
+        else:
+            _whole(session, prompts, settings.sampling, as_json=as_json)
     return 0
+
+
+def _shown(session: Session, answer: Generation) -> str:
+    """The answer's text; its ids where the model has no tokenizer."""
+    return answer.text if session.has_text else ",".join(map(str, answer.token_ids))
 
 
 def _streamed(session: Session, prompt: Any, sampling: Sampling) -> None:
     from eaglejax.cli.answers import closing_line
 
     answer, times = session.stream(prompt, sampling, lambda text: print(text, end="", flush=True))
-    print(flush=True)
+    print("" if session.has_text else _shown(session, answer), flush=True)
     print(closing_line(answer, session.engine.speculation, times), file=sys.stderr)
 
 
@@ -66,7 +71,7 @@ def _whole(session: Session, prompts: list[Any], sampling: Sampling, *, as_json:
             made, times = session.generate(prompts[first : first + together], sampling)
             for index, answer in enumerate(made, first):
                 label = f"[{index}] " if len(prompts) > 1 else ""
-                print(to_json(answer, index, spec, times) if as_json else label + answer.text, flush=True)
+                print(to_json(answer, index, spec, times) if as_json else label + _shown(session, answer), flush=True)
             answers, calls = answers + made, [*calls, times]
             advance(len(made))
     if as_json:

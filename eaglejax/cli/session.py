@@ -26,6 +26,11 @@ class Session:
         if report:
             print(self.engine.load_report, file=sys.stderr)
 
+    @property
+    def has_text(self) -> bool:
+        """Whether the model has a tokenizer: answers are ids otherwise."""
+        return self.engine.has_tokenizer
+
     def stream(self, prompt: Any, sampling: Sampling, show: Callable[[str], object]) -> tuple[Generation, Times]:
         """One answer, its text handed to `show` as it comes."""
         begin = time.perf_counter()

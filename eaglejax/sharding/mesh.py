@@ -13,7 +13,7 @@ from eaglejax.errors import ConfigError
 
 DATA, MODEL = "data", "model"
 AXES = (DATA, MODEL)
-EXPECTED = '"model=8", "data=2,model=4", a jax.sharding.Mesh with axes out of "data" and "model", or None'
+EXPECTED = '"model=8" or "data=2,model=4" (in Python also a jax.sharding.Mesh with these axes, or None)'
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -56,7 +56,7 @@ def build_mesh(asked: Any) -> Mesh | None:
             f"a mesh of {count} devices, and there are {len(devices)} ({devices[0].platform}){exactly}",
             where="mesh",
             found=repr(asked),
-            fix="name a mesh of as many; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8"
+            fix=f"name a smaller mesh; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes {count}"
             if devices[0].platform == "cpu"
             else "name a smaller mesh",
         )

@@ -1,5 +1,7 @@
 """The flags of a mesh and of several processes: refused by name before anything is loaded."""
 
+import json
+
 import pytest
 
 from eaglejax.cli.main import REFUSED, WRONG_USAGE, run
@@ -30,3 +32,13 @@ def test_a_config_file_names_the_mesh(tmp_path, capsys):
     path.write_text('[engine]\nexpert_split = "heads"\n')
     assert run(["generate", "--prompt=x", f"--config={path}"]) == REFUSED
     assert f"{path}: [engine] expert_split: unknown choice" in capsys.readouterr().err
+
+
+def test_answers_without_a_tokenizer_are_ids(capsys, data):
+    flags = [f"--model={data / 'e2e_mixtral' / 'target'}", "--max_new_tokens=4", "--max_len=32", "--ignore_eos"]
+    assert run(["generate", "--token_ids=5,9", *flags, "--json"]) == 0
+    ids = json.loads(capsys.readouterr().out)["token_ids"]
+    assert run(["generate", "--token_ids=5,9", *flags]) == 0
+    assert capsys.readouterr().out == ",".join(map(str, ids)) + "\n"
+    assert run(["generate", "--token_ids=5,9", "--token_ids=5,9", *flags]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"[{i}] " + ",".join(map(str, ids)) for i in range(2)]

@@ -73,6 +73,30 @@ def short_of_memory() -> dict:
     return {}
 
 
+def a_bad_prompt_in_one() -> dict:
+    load().generate([[5, 9] if process == "0" else [5, 9999]], Sampling(max_new_tokens=4))
+    return {}
+
+
+def a_seed_in_one() -> dict:
+    load().generate([[5, 9]], Sampling(max_new_tokens=4, temperature=1.0, seed=3 if process == "0" else None))
+    return {}
+
+
+def a_stream_left_in_one() -> dict:
+    engine = load()
+    for number, _ in enumerate(engine.stream(PROMPTS[0], Sampling(max_new_tokens=32))):
+        if process == "1" and number == 1:
+            break
+    engine.generate(PROMPTS, Sampling(max_new_tokens=4))
+    return {}
+
+
+def a_bad_draft_in_one() -> dict:
+    load(draft_config={"rope_theta": 1e4} if process == "0" else None)
+    return {}
+
+
 def no_mesh() -> dict:
     load(mesh=None)
     return {}

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 from quantised_files import case_tensors, write_case  # noqa: E402
 
 MESHES = ("model=8", "data=2,model=4")
-READ = re.compile(r"read ([\d,]+) bytes for ([\d,]+) needed in")
+READ = re.compile(r"read ([\d,]+) bytes of the files for ([\d,]+) bytes of tensors in")
 
 
 def answers(made) -> list[list[int]]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from eaglejax.errors import ConfigError
+from eaglejax.sharding.processes import time_limit
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engine"))
 import pairs  # noqa: E402
@@ -72,6 +75,9 @@ def test_same_tokens_in_both_processes_and_on_one_device(pair):
         ("different_prompts", "generate: the processes do not ask for the same"),
         ("different_settings", "from_pretrained: the processes do not ask for the same"),
         ("short_of_memory", "does not fit; found this machine's memory:"),
+        ("a_seed_in_one", "generate: the processes do not ask for the same"),
+        ("a_stream_left_in_one", "the processes do not ask for the same"),
+        ("a_bad_draft_in_one", "from_pretrained: the processes do not ask for the same"),
         ("no_mesh", "2 processes need a mesh over all their devices"),
         ("part_of_the_devices", "several processes use all of their devices"),
     ],
@@ -79,6 +85,36 @@ def test_same_tokens_in_both_processes_and_on_one_device(pair):
 def test_refused_in_both(pair, job, said):
     for result in run(job, pair):
         assert said in result["refused"]
+
+
+def test_what_one_refuses_is_told_to_the_other(pair):
+    asking, refusing = run("a_bad_prompt_in_one", pair, EAGLEJAX_PROCESS_TIMEOUT_S="60")
+    assert "9999" in refusing["refused"] and "the processes" not in refusing["refused"]
+    assert "process 1: refused here: generate: " in asking["refused"] and "9999" in asking["refused"]
+
+
+def test_a_lone_process_gives_up_in_time(pair):
+    flags = [f"--model={pair[0]}", "--token_ids=5,9", "--mesh=model=2", "--num_processes=2", "--process_id=0"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        flags.append(f"--coordinator=localhost:{free.getsockname()[1]}")
+    settings = os.environ | {"EAGLEJAX_PROCESS_TIMEOUT_S": "4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "eaglejax", "generate", *flags],
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert "error: not all of the 2 processes came within 4 s; found process 0" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["soon", "inf", "0", "-3", "nan"])
+def test_a_time_limit_that_is_none(monkeypatch, text):
+    monkeypatch.setenv("EAGLEJAX_PROCESS_TIMEOUT_S", text)
+    with pytest.raises(ConfigError, match="EAGLEJAX_PROCESS_TIMEOUT_S: not a time limit"):
+        time_limit()
 
 
 def test_a_process_that_stays_away_is_named(pair):
