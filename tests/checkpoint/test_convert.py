@@ -143,7 +143,13 @@ def test_a_finished_conversion_is_not_done_again(source, tmp_path):
     assert (made.already_done, made.written) == (True, 0)
     assert (tmp_path / "new" / "eaglejax_orbax.json").stat() == before
     refused("exists already.*found --to=orbax, not --to=safetensors", source, tmp_path / "new", to="safetensors")
-    refused("exists already.*--max_shard_gb=2 .2000000000 bytes., not --max_shard_gb=5e-08", source, tmp_path / "new", to="orbax", max_bytes=50)
+    refused(
+        "exists already.*--max_shard_gb=2 .2000000000 bytes., not --max_shard_gb=5e-08",
+        source,
+        tmp_path / "new",
+        to="orbax",
+        max_bytes=50,
+    )
     os.utime(source / "config.json", ns=(1, 1))
     refused("exists already.*changed source: config.json", source, tmp_path / "new", to="orbax")
 
