@@ -44,6 +44,7 @@ class Conversion:
         written: bytes of tensors written in this run; seconds: its wall time.
         left_out: names in the source's folder that were not taken along (folders, other forms of the weights).
         already_done: whether the target held this very conversion before.
+        left_plain: names of projections that `quantize` left as they are (`QuantisedReader.left_plain`).
     """
 
     source: Path
@@ -57,6 +58,7 @@ class Conversion:
     seconds: float
     left_out: tuple[str, ...]
     already_done: bool
+    left_plain: tuple[str, ...] = ()
 
 
 def convert(
@@ -122,6 +124,7 @@ def convert(
         seconds=time.perf_counter() - begin,
         left_out=left_out,
         already_done=already_done,
+        left_plain=tuple(reader.left_plain) if isinstance(reader, QuantisedReader) else (),
     )
 
 
@@ -143,11 +146,11 @@ class _Job:
         partial = self.goal.with_name(self.goal.name + ".partial")
         _make(partial)
         with locked(partial):
-            _continue_or_begin(partial, self.record)
-            writer = (Groups if self.record.to == "orbax" else Files)(partial, self.reader, self.parts)
-            todo = writer.todo()
-            missing = sum(info.nbytes for index in todo for info in self.parts[index])
             try:
+                _continue_or_begin(partial, self.record)
+                writer = (Groups if self.record.to == "orbax" else Files)(partial, self.reader, self.parts)
+                todo = writer.todo()
+                missing = sum(info.nbytes for index in todo for info in self.parts[index])
                 _check_space(partial, missing + sum(path.stat().st_size for path in self.companions))
                 with progress(missing) as advance:
                     for index in todo:

@@ -119,8 +119,6 @@ class Files(Parts):
 class Groups(Parts):
     """The groups of an Orbax folder."""
 
-    TABLE = "eaglejax_group.json"
-
     def __init__(self, folder: Path, reader: CheckpointReader, parts: list[list[TensorInfo]]):
         super().__init__(folder, reader, parts)
         if odd := [name for name in reader.tensors if "/" in name or not name]:
@@ -156,7 +154,7 @@ class Groups(Parts):
                 fix="the next run continues here",
             ) from e
         files = {path.relative_to(draft).as_posix(): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
-        write_json(draft / self.TABLE, {"files": dict(sorted(files.items())), "tensors": table})
+        write_json(draft / orbax_folder.GROUP_TABLE, {"files": dict(sorted(files.items())), "tensors": table})
         sync_tree(draft)
         move(draft, final)
 
@@ -170,7 +168,7 @@ class Groups(Parts):
 
     def finish(self) -> None:
         names = [self.name(index) for index in range(len(self.parts))]
-        groups = {name: read_json(self.folder / name / self.TABLE) for name in names}
+        groups = {name: read_json(self.folder / name / orbax_folder.GROUP_TABLE) for name in names}
         manifest = {
             "format": orbax_folder.FORMAT,
             "version": orbax_folder.VERSION,

@@ -37,17 +37,23 @@ class Record:
     files: dict[str, tuple[int, int]]
 
     def difference(self, other: Record) -> str | None:
-        """How `other` differs, in words; None where it does not."""
-        if self.to != other.to:
-            return f"to {other.to}, not {self.to}"
-        if self.max_bytes != other.max_bytes:
-            return f"at most {other.max_bytes} bytes in a part, not {self.max_bytes}"
-        if self.quantize != other.quantize:
-            return f"quantised to {other.quantize or 'nothing'}, not {self.quantize or 'nothing'}"
+        """How `other` differs, all of it in words and by the flags that say so; None where it does not."""
+        found = [
+            f"{theirs}, not {ours}"
+            for ours, theirs in zip(self._flags(), other._flags(), strict=True)
+            if ours != theirs
+        ]
         names = [n for n in sorted(self.files.keys() | other.files) if self.files.get(n) != other.files.get(n)]
         if names:
-            return f"another or changed source: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-        return None if self.tensors == other.tensors else "another or changed source: its table of tensors"
+            found.append(f"another or changed source: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+        elif self.tensors != other.tensors:
+            found.append("another or changed source: its table of tensors")
+        return ", and ".join(found) or None
+
+    def _flags(self) -> tuple[str, str, str]:
+        quantize = f"--quantize={self.quantize}" if self.quantize else "no --quantize"
+        size = f"--max_shard_gb={self.max_bytes / 1e9:.9g} ({self.max_bytes} bytes)"
+        return f"--to={self.to}", size, quantize
 
 
 def make_record(
@@ -71,8 +77,11 @@ def save_record(folder: Path, record: Record, *, complete: bool) -> None:
     write_json(folder / RECORD, {"format": FORMAT, "version": VERSION, "complete": complete, **asdict(record)})
 
 
-def read_record(folder: Path) -> tuple[Record, bool] | None:
+def read_record(folder: Path, fix: str = "remove the folder and convert again") -> tuple[Record, bool] | None:
     """The record of a folder and whether its conversion is complete; None where the folder holds none.
+
+    Arguments:
+        fix: what to do about a record that cannot be read.
 
     Raises:
         CheckpointError: it is cut, or of another version.
@@ -93,16 +102,19 @@ def read_record(folder: Path) -> tuple[Record, bool] | None:
         raise CheckpointError(
             f"is no record of a conversion that this version knows ({type(e).__name__}: {e})",
             where=file,
-            fix="remove the folder and convert again",
+            fix=fix,
         ) from e
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Refuses a folder that a conversion has begun and not finished."""
-    found = read_record(folder)
+    """Refuses a folder, about to be read, that a conversion has begun and not finished."""
+    found = read_record(
+        folder,
+        fix="use the version of eaglejax that wrote it; if 'eaglejax convert' did not, remove that file alone",
+    )
     if found is not None and not found[1]:
         raise CheckpointError(
             "is a conversion that was not finished",
             where=folder,
-            fix="run the same 'eaglejax convert' again: it continues where it stopped",
+            fix="run the same 'eaglejax convert' again: it continues where it stopped, and gives the folder its name",
         )

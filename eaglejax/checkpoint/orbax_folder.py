@@ -25,6 +25,8 @@ from eaglejax.errors import CheckpointError
 MANIFEST = "eaglejax_orbax.json"
 FORMAT, VERSION = "eaglejax-orbax", 1
 GROUPS = "group-*"
+# in each group: the same entries that the manifest has of it
+GROUP_TABLE = "eaglejax_group.json"
 # names that Orbax gives to files at the top of a checkpoint
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 CONVERT_AGAIN = "convert the checkpoint again, or copy the whole folder again"
@@ -137,7 +139,7 @@ def open_orbax(folder: Path) -> OrbaxReader:
 
     Raises:
         CheckpointError: no manifest, a manifest of another version or one that contradicts itself; a group or a file
-        that is missing, cut or not in the manifest.
+        that is missing, cut or not in the manifest; a tensor that manifest and group do not describe alike.
     """
     file = folder / MANIFEST
     if not file.exists():
@@ -178,6 +180,7 @@ def open_orbax(folder: Path) -> OrbaxReader:
         )
     for name, sizes in files.items():
         _check_files(folder / name, sizes)
+        _check_tensors(folder / name, groups[name]["tensors"])
     return reader
 
 
@@ -204,5 +207,27 @@ def _check_files(group: Path, sizes: Mapping[str, int]) -> None:
                 where=file,
                 found=None if found is None else f"{found} bytes",
                 expected=f"{size} bytes",
+                fix=CONVERT_AGAIN,
+            )
+
+
+def _check_tensors(group: Path, listed: Mapping[str, Any]) -> None:
+    """A tensor that is no longer in the manifest would be missed by nobody, so each group tells its own."""
+    own = read_json(group / GROUP_TABLE).get("tensors")
+    if not isinstance(own, dict):
+        raise CheckpointError("has no tensors", where=group / GROUP_TABLE, fix=CONVERT_AGAIN)
+    for what, names in (
+        (f"in the group, and not in {MANIFEST}", own.keys() - listed.keys()),
+        (f"in {MANIFEST}, and not in the group", listed.keys() - own.keys()),
+        (
+            f"told in another way by {MANIFEST}",
+            {name for name in own.keys() & listed.keys() if own[name] != listed[name]},
+        ),
+    ):
+        if names:
+            shown = ", ".join(map(repr, sorted(names)[:3])) + (" ..." if len(names) > 3 else "")
+            raise CheckpointError(
+                f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {shown}",
+                where=group / GROUP_TABLE,
                 fix=CONVERT_AGAIN,
             )

@@ -35,6 +35,7 @@ PROJECTION = re.compile(
     r"(?:^|\.)(?:layers|blocks)\.\d+\..*\b"
     r"(?:q_proj|k_proj|v_proj|o_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$"
 )
+FUSED = re.compile(r"(?:^|\.)(?:layers|blocks)\.\d+\..*\bexperts\.")
 FOREIGN = ("vision", "visual", "mm_projector")
 
 
@@ -43,12 +44,15 @@ class QuantisedReader(CheckpointReader):
 
     Attributes:
         quantised: names of the weights that are quantised. ignored: modules with a matrix that is not.
+        left_plain: names of projections among those, which a reader of "quantised" would expect to be: experts fused into one
+            tensor, and with int4 rows that groups of 32 do not divide.
     """
 
     def __init__(self, plain: CheckpointReader, kind: str):
         self.plain, self.kind = plain, kind
         self.quantised: list[str] = []
         self.ignored: list[str] = []
+        self.left_plain: list[str] = []
         self._last: tuple[str, dict[str, Shaped[np.ndarray, "..."]]] = ("", {})
         tensors: dict[str, TensorInfo] = {}
         for name, info in plain.tensors.items():
@@ -57,7 +61,10 @@ class QuantisedReader(CheckpointReader):
                 tensors |= {made.name: made for made in _made(info, kind)}
                 continue
             tensors[name] = info
-            if len(info.shape) == 2 and name.endswith(".weight") and "embed" not in name:
+            expected = _expected(info)
+            if expected:
+                self.left_plain.append(name)
+            if expected or (len(info.shape) == 2 and name.endswith(".weight") and "embed" not in name):
                 self.ignored.append(name.removesuffix(".weight"))
         if not self.quantised:
             raise CheckpointError(
@@ -102,11 +109,17 @@ def _chosen(info: TensorInfo, kind: str) -> bool:
     return (
         info.dtype in FLOATS
         and len(info.shape) == 2
-        and info.size > 0
-        and PROJECTION.search(info.name) is not None
-        and not any(word in info.name for word in FOREIGN)
+        and _expected(info)
         and (kind == "int8" or info.shape[1] % GROUP == 0)
     )
+
+
+def _expected(info: TensorInfo) -> bool:
+    """Whether this is a projection of the layers, or those of many experts in one tensor [e, .., ..]."""
+    if info.size == 0 or any(word in info.name for word in FOREIGN):
+        return False
+    fused = len(info.shape) == 3 and FUSED.search(info.name) is not None
+    return fused or (len(info.shape) == 2 and PROJECTION.search(info.name) is not None)
 
 
 def _made(info: TensorInfo, kind: str) -> list[TensorInfo]:

@@ -38,6 +38,10 @@ class Scheme:
     values: str
     scale: str
 
+    def divides(self, width: int) -> bool:
+        """Whether rows of so many weights can be stored: only the blocks of fp8 may be cut by the end of a row."""
+        return self.kind == "fp8" or width % (self.columns or width) == 0
+
 
 @dataclass(frozen=True)
 class Group:

@@ -115,18 +115,15 @@ class _Layout:
         info = self.reader.tensors[self.part.name + self.scheme.values]
         shape, view = self.form.shape, self.form.view
         width = shape[-1]
+        self._divides(width, info)
         match self.scheme.kind:
             case "int4":
-                self._divides(width, self.scheme.columns or width, info)
                 expected, row, dtype = (*shape[:-1], math.ceil(width / 8)), 4 * math.ceil(width / 8), "U8"
             case "mxfp4":
-                self._divides(width, self.scheme.columns, info)
                 per = self.scheme.columns
                 expected, row, dtype = (*shape[:-1], width // per, per // 2), width // 2, None
             case "fp8" | "int8":
                 expected, row, dtype = shape, width, None
-                if self.scheme.kind == "int8":
-                    self._divides(width, self.scheme.columns or width, info)
         self._check_shape(info, expected)
         # a row of the file may end in padding; a padded vocabulary has more rows
         lead = (info.shape[0], *view.shape[1:-1]) if self.part.padded else view.shape[:-1]
@@ -171,8 +168,9 @@ class _Layout:
                 expected=f"{info.dtype} {list(expected)} for weights {list(self.form.shape)}",
             )
 
-    def _divides(self, width: int, size: int, info: TensorInfo) -> None:
-        if width % size:
+    def _divides(self, width: int, info: TensorInfo) -> None:
+        if not self.scheme.divides(width):
+            size = self.scheme.columns
             raise CheckpointError(
                 f"tensor {info.name!r}: groups of {size} do not divide its rows",
                 where=info.file,

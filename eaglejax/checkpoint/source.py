@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eaglejax.checkpoint.builtin import builtin_names, builtin_path
+from eaglejax.checkpoint.convert_record import refuse_unfinished
 from eaglejax.errors import CheckpointError
 
 log = logging.getLogger("eaglejax")
@@ -71,6 +72,8 @@ def _names() -> str:
 
 def _local(path: Path) -> Source:
     if path.is_dir():
+        # before anything in it is missed
+        refuse_unfinished(path)
         return Source(path, "folder")
     if path.suffix == ".gguf":
         return Source(path, "gguf")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 GROUPS = ("convert", "result", "refusal")
 PLACES = ("SOURCE", "TARGET")
+NAMES = 3  # of many, shown
 FORMS, KINDS = ("orbax", "safetensors"), ("int8", "int4")
 
 
@@ -80,15 +81,27 @@ def _say(made: Conversion, *, as_json: bool) -> None:
             "seconds": round(made.seconds, 3),
             "already_done": made.already_done,
             "left_out": list(made.left_out),
+            "left_plain": {"count": len(made.left_plain), "names": list(made.left_plain[:NAMES])},
         }
         print(json.dumps(values))
         return
     whole = f"{made.tensors} tensors, {made.nbytes / 1e9:.3f} GB in {made.parts} {part}"
     if made.already_done:
         print(f"{made.target}: already there, {whole}")
+        _say_plain(made)
         return
     rate = f"{made.written / 1e9:.3f} GB written in {made.seconds:.1f} s, {made.written / 1e6 / made.seconds:.0f} MB/s"
     kept = f"; {made.kept} {part} were there from an earlier run" if made.kept else ""
     print(f"{made.target}: {whole} ({rate}{kept})")
+    _say_plain(made)
     if made.left_out:
         print(f"not taken along: {', '.join(made.left_out)}", file=sys.stderr)
+
+
+def _say_plain(made: Conversion) -> None:
+    if count := len(made.left_plain):
+        names = ", ".join(made.left_plain[:NAMES]) + (" ..." if count > NAMES else "")
+        print(
+            f"not quantised: {count} projection{'s' if count > 1 else ''} (experts fused into one tensor, or rows that groups of 32 "
+            f"do not divide): {names}"
+        )

@@ -14,6 +14,16 @@ from eaglejax.errors import ConfigError
 
 GROUPS = ("plan", "plan hardware", "plan output", "run")
 TREE = (3, 1, 4)
+MOST_SLOTS, MOST_TOKENS = 65536, 10**8
+# what any device may have, in the units of the flags
+RANGES = {
+    "bandwidth_gbs": (1, 1e6),
+    "tflops": (0.01, 1e6),
+    "allreduce_us": (0.01, 1e6),
+    "device_memory_gb": (0.01, 1e5),
+}
+# XLA's CPU dies of more virtual devices
+MOST_COMPILED = 1024
 
 
 def main(flags: FlagValues) -> int:
@@ -30,7 +40,11 @@ def main(flags: FlagValues) -> int:
         print(_story())
         return 0
     mesh = _wrong_usage(lambda: MeshSize.read(values["mesh"]))
-    if flags["compile"].value is not False:
+    compiling = flags["compile"].value is not False
+    if compiling and mesh.devices > MOST_COMPILED:
+        compiling = False
+        print(f"not compiled: {mesh.devices} devices, and XLA on a CPU bears {MOST_COMPILED}", file=sys.stderr)
+    if compiling:
         make_devices(mesh.devices)
     hardware = _wrong_usage(lambda: read_hardware(values["hardware"]))
     memory = _scaled(values["device_memory_gb"], 1e9)
@@ -58,7 +72,7 @@ def main(flags: FlagValues) -> int:
     if not as_json:
         print(to_text(plan), flush=True)
     compiled = None
-    if refusal is None and flags["compile"].value is not False:
+    if refusal is None and compiling:
         print("compiling the decode program ... (--nocompile leaves that out)", file=sys.stderr)
         compiled = compile_decode(plan)
     if as_json:
@@ -87,8 +101,8 @@ def _story() -> str:
 def _usage(flags: FlagValues) -> dict[str, Any]:
     """The flags' values, checked. Raises UsageError."""
     text = lambda name, default=None: given(flags, name) or default
-    whole = lambda name, default: whole_number(f"--{name}", text(name, default), 1)
-    real = lambda name: None if text(name) is None else real_number(f"--{name}", text(name), 0, 1e9, above=True)
+    whole = lambda name, default, most: whole_number(f"--{name}", text(name, default), 1, most)
+    real = lambda name: None if text(name) is None else real_number(f"--{name}", text(name), *RANGES[name])
     if text("model") is None and not flags["story"].value:
         raise UsageError("--model is needed: a built-in config (--model=kimi-k2.5), a folder or a config.json")
     draft = flags["draft"].value
@@ -110,11 +124,11 @@ def _usage(flags: FlagValues) -> dict[str, Any]:
         lambda: {
             **values,
             "tree": _tree(text("tree")),
-            "slots": whole("slots", 1),
-            "max_len": whole("max_len", 8192),
-            "context": None if text("context") is None else whole("context", None),
+            "slots": whole("slots", 1, MOST_SLOTS),
+            "max_len": whole("max_len", 8192, MOST_TOKENS),
+            "context": None if text("context") is None else whole("context", None, MOST_TOKENS),
             "tau": tuple(real_number("--tau", part, 1, 64) for part in str(text("tau", "2,3")).split(",")),
-            **{name: real(name) for name in ("bandwidth_gbs", "tflops", "allreduce_us", "device_memory_gb")},
+            **{name: real(name) for name in RANGES},
         }
     )
 
@@ -126,7 +140,10 @@ def _tree(text: str | None) -> Speculation:
     parts = text.split(",")
     if len(parts) not in (2, 3):
         raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
-    return Speculation(*parts)  # pyright: ignore[reportArgumentType]
+    try:
+        return Speculation(*parts)  # pyright: ignore[reportArgumentType]
+    except ConfigError as error:
+        raise UsageError(f"--tree: {error}") from None
 
 
 def _wrong_usage(make: Any) -> Any:

@@ -45,8 +45,8 @@ class Hardware:
 MEASURED_COPY = "measured: copy rate on one H200 (docs/design.md, section 5)"
 ASSUMED_SHARE = "the share a copy reaches on an H200 (4.3 of 4.8) is assumed"
 MEASURED_LATENCY = (
-    "measured on 2 H200 inside a compiled loop: 15-25 us whatever the rows (docs/design.md, section 5); "
-    "more devices assumed alike"
+    "measured on 2 H200 inside a compiled loop: 15-25 us whatever the rows (docs/design.md, section 5), later 6-13 us alone and 14 us with "
+    "what surrounds it in a step of 12 layers (docs/benchmarks.md): 20 is the cautious reading; more devices assumed alike"
 )
 SMALL_GB = "published, read as 10^9 bytes, the smaller reading"
 CALIBRATED = (

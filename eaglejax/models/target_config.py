@@ -20,6 +20,8 @@ ROPE_KEYS = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
+# far beyond any release; every layer is built in Python
+MOST_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -87,6 +89,8 @@ def read_target_config(
             raise hf.refuse(key, found, repr(only))
     hf.mark(*family.ignored, *ROPE_KEYS)
     count = hf.count("num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise hf.refuse("num_hidden_layers", count, f"at most {MOST_LAYERS}")
     attention = _attention(hf, family, count)
     mlps = _mlps(hf, family, count)
     tokens = (generation or {}, values, outer)

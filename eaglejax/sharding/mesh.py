@@ -21,7 +21,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     named: set[str] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part)
         name = match[1] if match else ""
         if match is None or name not in AXES or name in named or int(match[2]) < 1:
             raise ConfigError("not a mesh", where="mesh", found=repr(text), expected=EXPECTED)

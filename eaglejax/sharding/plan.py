@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from eaglejax.sharding.local_shapes import local_draft, local_target
 from eaglejax.sharding.memory import Sizes, program_rows, state_bytes, temporary_bytes, total
 from eaglejax.sharding.mesh import DATA, MODEL, mesh_sizes
 from eaglejax.sharding.plan_models import PlanModels
-from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
+from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement, split_target
 from eaglejax.sharding.weights import Weight, by_component, weigh
 
-LARGEST_MESH = 1024
+LARGEST_MESH = 1024  # tried for advice
+EACH_SIZE = 64  # up to here advice tries every size of the model axis, beyond it powers of two
+MOST_DEVICES = 4096  # along one axis
 MOST_SLOTS = 256
 
 
@@ -32,8 +34,16 @@ class MeshSize:
 
     @classmethod
     def read(cls, text: str) -> MeshSize:
-        """From text such as "data=2,model=4". Raises ConfigError."""
+        """From text such as "data=2,model=4", at most 4096 devices along each axis. Raises ConfigError."""
         sizes = mesh_sizes(text)
+        for axis, size in sizes.items():
+            if size > MOST_DEVICES:
+                raise ConfigError(
+                    "out of range",
+                    where="mesh",
+                    found=f"{axis}={size}",
+                    expected=f"at most {MOST_DEVICES} along each axis",
+                )
         return cls(sizes[DATA], sizes[MODEL])
 
     @property
@@ -46,7 +56,7 @@ class MeshSize:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a plan.
+    """What is asked of a plan. `slots` are rounded up to a multiple of the data axis, as the engine does (`Programs.slots_for`).
 
     `placement` of the draft: "replicated", whole on every device with its own copy of what it borrows, or "sharded" like the target.
     `expert_split`: "experts", "width" or "auto", as in the engine.
@@ -64,16 +74,12 @@ class Question:
     expert_split: ExpertSplit = "auto"
     context: int = 1024
     taus: tuple[float, ...] = (2.0, 3.0)
+    asked_slots: int = field(init=False)
 
     def __post_init__(self):
         Placement(self.expert_split, self.placement)  # refuses what it does not know
-        if self.slots % self.mesh.data:
-            raise ConfigError(
-                "slots do not divide over the data axis",
-                where="slots",
-                found=self.slots,
-                expected=f"a multiple of {self.mesh.data} (mesh {self.mesh})",
-            )
+        object.__setattr__(self, "asked_slots", self.slots)
+        object.__setattr__(self, "slots", -(-self.slots // self.mesh.data) * self.mesh.data)
         if self.context > self.max_len:
             raise ConfigError(
                 "more than max_len", where="context", found=self.context, expected=f"at most {self.max_len}"
@@ -93,6 +99,8 @@ class Plan:
         """What stays whole or is shared, and what a user should know."""
         asked = self.question
         notes = [*self.target.local.notes, *(self.draft.local.notes if self.draft else ())]
+        if asked.slots != asked.asked_slots:
+            notes.append(f"slots: {asked.asked_slots} asked for, {asked.slots} held, a multiple of the data axis")
         if asked.max_len > asked.models.target.max_position:
             notes.append(
                 f"max_len {asked.max_len} is beyond the {asked.models.target.max_position} positions the target was made for"
@@ -283,18 +291,42 @@ class Plan:
         if self.question.placement == "replicated" and self.draft is not None and self.question.mesh.model > 1:
             if make_plan(replace(self.question, placement="sharded")).fits:
                 ways.append("draft_placement=sharded")
-        model = 2 * self.question.mesh.model
-        while model <= LARGEST_MESH:
-            mesh = MeshSize(self.question.mesh.data, model)
-            if make_plan(replace(self.question, mesh=mesh)).fits:
-                ways.append(f"a mesh of {mesh}")
-                break
-            model *= 2
+        if meshes := self._fitting_meshes():
+            ways.append(f"a mesh of {' or '.join(map(str, meshes))}")
         return (
             "would fit: " + "; ".join(ways)
             if ways
             else "no larger mesh, shorter max_len or draft placement alone makes it fit"
         )
+
+    def _fitting_meshes(self) -> list[MeshSize]:
+        """The next smaller model axis that fits, which there can be where this one divides badly, and the next larger."""
+        asked = self.question
+        smaller = range(asked.mesh.model - 1, 0, -1) if self.target.local.notes else ()
+        doubled = [2**power for power in range(1, LARGEST_MESH.bit_length()) if 2**power > EACH_SIZE]
+        larger = [*range(asked.mesh.model + 1, EACH_SIZE + 1), *(n for n in doubled if n > asked.mesh.model)]
+        found = []
+        for sizes in (smaller, larger):
+            for model in sizes:
+                mesh = MeshSize(asked.mesh.data, model)
+                if self._may_fit(model) and make_plan(replace(asked, mesh=mesh)).fits:
+                    found.append(mesh)
+                    break
+        return found
+
+    @cached_property
+    def _whole_weights(self) -> int:
+        """Bytes of the target on one device."""
+        alone = replace(self.question, mesh=MeshSize(), models=replace(self.question.models, draft=None))
+        return make_plan(alone).weights
+
+    def _may_fit(self, model: int) -> bool:
+        """Told without building the modules: something is split, and a fair share of the target is not too much by itself."""
+        if self._whole_weights > model * self.question.hardware.memory:
+            return False
+        split = split_target(self.question.models.target, model, Placement(self.question.expert_split), [])
+        parts = [split.vocab, *(over for layer in split.layers for over in (layer.attention, layer.mlp))]
+        return model == 1 or any(over.axis is not None for over in parts)
 
 
 def make_plan(question: Question) -> Plan:

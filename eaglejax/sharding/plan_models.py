@@ -57,7 +57,7 @@ def read_models(model: str, draft: str | None) -> PlanModels:
         shown = f"the head of {path.parent.name}" if draft else None
     else:
         shown = draft
-    read = None if draft is None else read_draft(_find(draft, "draft"), target)
+    read = None if draft is None else read_draft(_draft_of(draft, model, target), target)
     name = path.parent.name if path.name == "config.json" else path.stem
     return PlanModels(name, target, storage, shown, read)
 
@@ -71,6 +71,25 @@ def read_draft(path: Path, target: TargetConfig) -> DraftConfig:
     return read_draft_config(flat, tensors, facts, capture="auto", where=path, report=LoadReport()).config
 
 
+def _draft_of(draft: str, model: str, target: TargetConfig) -> Path:
+    """The draft's config; ConfigError for a built-in one that belongs to a target of another shape."""
+    path = _find(draft, "draft")
+    owner = path.parent.parent
+    if path.parent.name != "draft" or owner.parent not in PLACES:
+        return path
+    own = read_target_config(_read_json(owner / "config.json"), where=owner / "config.json").config
+    shape = lambda config: (config.num_layers, config.hidden_size, config.vocab_size)
+    if shape(own) != shape(target):
+        say = "{} layers, {} wide, {} tokens".format
+        raise ConfigError(
+            f"the draft of {owner.name} is none of {model}",
+            where="draft",
+            found=f"{draft!r}, made for {say(*shape(own))}",
+            expected=f"one made for {say(*shape(target))}, as {model} has, or none",
+        )
+    return path
+
+
 def _find(text: str, what: str) -> Path:
     path = Path(text)
     if path.is_dir():
@@ -82,6 +101,16 @@ def _find(text: str, what: str) -> Path:
         if (found := place / wanted / "config.json").is_file():
             return found
     names = known_models()
+    if what == "draft" and text.lower() in names:
+        drafted = [
+            name for name in names if any((place / name / "draft" / "config.json").is_file() for place in PLACES)
+        ]
+        raise ConfigError(
+            f"there is no built-in draft of {text.lower()}",
+            where=what,
+            found=repr(text),
+            expected=f"a folder with a draft's config.json, such a file, one of {', '.join(drafted)}, or none",
+        )
     near = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.5)
     raise ConfigError(
         "no such config",

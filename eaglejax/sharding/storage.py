@@ -9,6 +9,7 @@ from eaglejax.checkpoint.choice import quantisable
 from eaglejax.checkpoint.quantised import Scheme, find_quantisation
 from eaglejax.checkpoint.quantised_parts import leaf_rows
 from eaglejax.checkpoint.weight_plan import PackedForm, Part, Stems, plain, target_plan
+from eaglejax.errors import ConfigError
 from eaglejax.models.packed import Kind, Packing
 from eaglejax.models.target_config import TargetReading
 
@@ -40,15 +41,22 @@ def read_storage(reading: TargetReading) -> Storage | None:
         for recipe in recipes:
             scheme = quantisation.scheme(recipe[0].name.removesuffix(".weight"))
             if scheme is not None:
-                packings[leaf] = _packing(recipe[0], scheme)
+                packings[leaf] = _packing(recipe[0], scheme, quantisation.where)
                 name = _name(scheme)
                 break
     return Storage(name, packings) if packings else None
 
 
-def _packing(part: Part, scheme: Scheme) -> Packing:
+def _packing(part: Part, scheme: Scheme, where: str) -> Packing:
     form = part.packed or PackedForm(part.shape, part.view or plain(part.shape))
     *_, out, width = form.shape
+    if not scheme.divides(width):
+        raise ConfigError(
+            f"groups of {scheme.columns} do not divide the rows of {part.name}",
+            where=where,
+            found=f"{width} weights a row",
+            expected=f"a multiple of {scheme.columns}, or the module in its list of what is not quantised",
+        )
     return Packing(scheme.kind, leaf_rows(form, scheme.rows or out), scheme.columns or width, SCALES[scheme.kind])
 
 

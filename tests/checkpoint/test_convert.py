@@ -1,5 +1,6 @@
 """Conversions: bit for bit in both directions, continued after a kill, refused in words."""
 
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from eaglejax.checkpoint import convert as convert_module
 from eaglejax.checkpoint.convert import convert
 from eaglejax.checkpoint.durable import locked
 from eaglejax.checkpoint.reader import open_checkpoint
+from eaglejax.checkpoint.source import resolve
 from eaglejax.errors import CheckpointError, ConfigError
 
 RECORD = "eaglejax_convert.json"
@@ -140,8 +142,14 @@ def test_a_finished_conversion_is_not_done_again(source, tmp_path):
     made = convert(source, tmp_path / "new", to="orbax")
     assert (made.already_done, made.written) == (True, 0)
     assert (tmp_path / "new" / "eaglejax_orbax.json").stat() == before
-    refused("exists already.*found to orbax, not safetensors", source, tmp_path / "new", to="safetensors")
-    refused("exists already.*at most 2000000000 bytes", source, tmp_path / "new", to="orbax", max_bytes=50)
+    refused("exists already.*found --to=orbax, not --to=safetensors", source, tmp_path / "new", to="safetensors")
+    refused(
+        "exists already.*--max_shard_gb=2 .2000000000 bytes., not --max_shard_gb=5e-08",
+        source,
+        tmp_path / "new",
+        to="orbax",
+        max_bytes=50,
+    )
     os.utime(source / "config.json", ns=(1, 1))
     refused("exists already.*changed source: config.json", source, tmp_path / "new", to="orbax")
 
@@ -202,6 +210,21 @@ def test_no_space(source, tmp_path, monkeypatch):
     assert convert(source, tmp_path / "new", to="orbax").kept == 0
 
 
+def test_a_disk_without_room_for_the_record(source, tmp_path, monkeypatch):
+    def full(*arguments, **settings):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(convert_module, "save_record", full)
+    refused("new.partial: cannot be written .No space left", source, tmp_path / "new", to="orbax")
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "new", to="orbax").kept == 0
+
+
+def test_a_foreign_record_in_the_source(source, tmp_path):
+    (source / RECORD).write_text('{"made": "elsewhere"}')
+    refused(f"{RECORD}: is no record of a conversion.*remove that file alone", source, tmp_path / "new", to="orbax")
+
+
 def test_another_process_is_writing(source, tmp_path):
     (tmp_path / "new.partial").mkdir()
     with locked(tmp_path / "new.partial"):
@@ -235,7 +258,10 @@ def test_what_was_begun_is_continued_only_from_the_same_source(source, tmp_path)
     assert not (tmp_path / "new").exists()
     with pytest.raises(CheckpointError, match="new.partial: is a conversion that was not finished; run the same"):
         open_checkpoint(tmp_path / "new.partial")
-    refused("begun here that is not this one; found at most", source, tmp_path / "new", to="safetensors")
+    with pytest.raises(CheckpointError, match="new.partial: is a conversion that was not finished; run the same"):
+        resolve(tmp_path / "new.partial")
+    other = "--to=safetensors, not --to=orbax, and --max_shard_gb=0.0001 .100000 bytes., not --max_shard_gb=2 "
+    refused(f"begun here that is not this one; found {other}", source, tmp_path / "new", to="orbax")
     shard = source / "model-00003-of-00003.safetensors"
     changed = shard.read_bytes()[:-1] + b"\x07"
     shard.write_bytes(changed)

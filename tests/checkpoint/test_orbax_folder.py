@@ -136,11 +136,15 @@ def test_a_block_needs_only_the_chunks_it_touches(made, folder):
 
 
 def test_bytes_that_are_not_those_that_were_put_in(folder):
-    def swap(manifest):
-        entry = next(g["tensors"]["cube"] for g in manifest["groups"].values() if "cube" in g["tensors"])
-        entry["sha256"] = "0" * 64
+    def swap(group):
+        if "cube" in group["tensors"]:
+            group["tensors"]["cube"]["sha256"] = "0" * 64
 
-    change_manifest(folder, swap)
+    change_manifest(folder, lambda manifest: [swap(group) for group in manifest["groups"].values()])
+    for table in folder.glob("group-*/eaglejax_group.json"):
+        group = json.loads(table.read_text())
+        swap(group)
+        table.write_text(json.dumps(group))
     for to in ("safetensors", "orbax"):
         with pytest.raises(CheckpointError, match="tensor 'cube' is damaged: its sha256 is not the one in"):
             convert(folder, folder.parent / "back", to=to)
@@ -253,11 +257,27 @@ def test_manifests_that_cannot_be(folder, change, message):
     refused(folder, message)
 
 
-def test_a_manifest_that_does_not_fit_the_arrays(folder):
-    def change(manifest):
-        manifest["groups"]["group-00000"]["tensors"]["big"]["shape"] = [100, 1024]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("big"), f"1 tensor in the group, and not in {MANIFEST}: 'big'"),
+        (lambda tensors: tensors.update(more=tensors["big"]), f"1 tensor in {MANIFEST}, and not in the group: 'more'"),
+        (lambda tensors: tensors["big"].update(sha256="0" * 64), f"1 tensor told in another way by {MANIFEST}: 'big'"),
+    ],
+)
+def test_a_manifest_that_tells_other_tensors_than_the_group(folder, change, message):
+    change_manifest(folder, lambda manifest: change(manifest["groups"]["group-00000"]["tensors"]))
+    refused(folder, f"group-00000/eaglejax_group.json: {message}")
 
-    change_manifest(folder, change)
+
+def test_a_manifest_that_does_not_fit_the_arrays(folder):
+    change_manifest(
+        folder, lambda manifest: manifest["groups"]["group-00000"]["tensors"]["big"].update(shape=[100, 1024])
+    )
+    table = folder / "group-00000" / "eaglejax_group.json"
+    group = json.loads(table.read_text())
+    group["tensors"]["big"]["shape"] = [100, 1024]
+    table.write_text(json.dumps(group))
     with pytest.raises(CheckpointError, match=r"tensor 'big' is not the one.*found bfloat16 \[161, 1024\]; expected"):
         open_checkpoint(folder).read("big")
 

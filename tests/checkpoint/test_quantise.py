@@ -25,6 +25,7 @@ def source(tmp_path):
         "model.layers.0.self_attn.kv_b_proj.weight": np.ones((64, 32), np.float32),
         "model.layers.1.mlp.experts.3.up_proj.weight": np.ones((8, 40), ml_dtypes.bfloat16),
         "vision_tower.blocks.0.q_proj.weight": np.ones((8, 32), np.float32),
+        "model.layers.1.mlp.experts.gate_up_proj": np.ones((2, 8, 32), np.float32),
         "lm_head.weight": np.ones((10, 160), np.float32),
     }
     weights["model.layers.0.mlp.up_proj.weight"][3] = 0  # a row without a largest weight
@@ -59,7 +60,10 @@ def test_quantised_checkpoint(source, tmp_path, kind, to, monkeypatch):
     for name, info in plain.tensors.items():
         weight = plain.read(name)
         touched = (
-            "layers." in name and "_proj" in name and "kv_b" not in name and (kind == "int8" or info.shape[1] != 40)
+            "layers." in name
+            and name.endswith("_proj.weight")
+            and "kv_b" not in name
+            and (kind == "int8" or info.shape[1] != 40)
         )
         if not touched or "vision" in name:
             assert made.read(name).tobytes() == weight.tobytes()
@@ -89,7 +93,9 @@ def test_quantised_checkpoint(source, tmp_path, kind, to, monkeypatch):
 
 def test_config(source, tmp_path):
     pytest.importorskip("qwix")
-    convert(source, tmp_path / "four", to="safetensors", quantize="int4")
+    made = convert(source, tmp_path / "four", to="safetensors", quantize="int4")
+    fused, odd = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj"
+    assert sorted(made.left_plain) == [f"{odd}.weight", fused]
     config = json.loads((tmp_path / "four" / "config.json").read_text())
     setting = config.pop("quantization_config")
     assert config == CONFIG
@@ -102,15 +108,15 @@ def test_config(source, tmp_path):
         True,
     )
     assert sorted(setting["ignore"]) == [
-        "lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.kv_b_proj", "model.layers.1.mlp.experts.3.up_proj",
+        "lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.kv_b_proj", odd, fused,
         "vision_tower.blocks.0.q_proj",
     ]  # fmt: skip
-    convert(source, tmp_path / "eight", to="safetensors", quantize="int8")
+    assert convert(source, tmp_path / "eight", to="safetensors", quantize="int8").left_plain == (fused,)
     setting = json.loads((tmp_path / "eight" / "config.json").read_text())["quantization_config"]
     weights = setting["config_groups"]["group_0"]["weights"]
     assert (setting["format"], weights["num_bits"], weights["strategy"]) == ("int-quantized", 8, "channel")
     # the settings are part of what a conversion is
-    with pytest.raises(CheckpointError, match="exists already.*found quantised to int8, not int4"):
+    with pytest.raises(CheckpointError, match="exists already.*found --quantize=int8, not --quantize=int4"):
         convert(source, tmp_path / "eight", to="safetensors", quantize="int4")
     with pytest.raises(ConfigError, match="the checkpoint is quantised already"):
         convert(tmp_path / "eight", tmp_path / "again", to="safetensors", quantize="int4")

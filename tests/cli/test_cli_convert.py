@@ -59,6 +59,21 @@ def test_there_and_back(target, tmp_path, capsys):
     assert "already there" in capsys.readouterr().out
 
 
+def test_what_is_not_quantised_is_named(target, tmp_path, capsys):
+    """The tiny target's widths are no multiples of 32, but for some."""
+    pytest.importorskip("qwix")
+    words = ["convert", str(target), str(tmp_path / "q"), "--to=safetensors", "--quantize=int4"]
+    assert run(words) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("not quantised: "))
+    assert run([*words, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["left_plain"]
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert said.startswith(f"not quantised: {plain['count']} projections (") and 0 < len(plain["names"]) <= 3
+    assert all(name in said for name in plain["names"])
+    ignored = config["quantization_config"]["ignore"]
+    assert all(name.removesuffix(".weight") in ignored for name in plain["names"])
+
+
 def test_refusals_are_exit_code_1(target, tmp_path, capsys):
     assert run(["convert", str(target), str(target / "o"), "--to=orbax"]) == 1
     assert "error: " in (err := capsys.readouterr().err) and "the target lies inside the source" in err

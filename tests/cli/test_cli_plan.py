@@ -77,6 +77,26 @@ def test_data_axis_and_plain_decoding(capsys):
     assert plan["memory"]["state"]["target cache"] == 48 * 2 * 1 * 128 * 8192 * 2 * 2
 
 
+def test_slots_are_rounded_up_to_the_data_axis(capsys):
+    words = ["plan", "--nocompile", "--model=qwen3-30b-a3b", "--mesh=data=2,model=4", "--draft=none"]
+    assert run(words) == 0
+    out = capsys.readouterr().out
+    assert "! slots: 1 asked for, 2 held, a multiple of the data axis" in out and "2 slots of 8192 tokens" in out
+    assert run([*words, "--slots=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["slots"] == 4
+
+
+def test_advice_tries_every_size_of_the_model_axis(capsys):
+    error = refused(capsys, "plan", "--nocompile", "--model=kimi-k2.5", "--mesh=model=7")
+    assert "would fit: a mesh of data=1,model=6 or data=1,model=8" in error
+
+
+def test_more_devices_than_can_be_compiled_for(capsys):
+    assert run(["plan", "--model=qwen3-30b-a3b", "--mesh=data=1025", "--draft=none"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "not compiled: 1025 devices, and XLA on a CPU bears 1024\n" and "compiled for" not in out
+
+
 def test_a_config_of_ones_own(tmp_path, capsys):
     config = {
         "architectures": ["MixtralForCausalLM"],
@@ -159,15 +179,36 @@ def test_the_refused_plan_is_still_shown(capsys):
     [
         (["--model=kimi-k3"], "no such config; found 'kimi-k3'"),
         (["--model=kimi-k2.5", "--draft=nowhere"], "draft: no such config"),
+        (["--model=mixtral-8x7b", "--draft=mixtral-8x7b"], "draft: there is no built-in draft of mixtral-8x7b"),
         (
-            ["--model=kimi-k2.5", "--mesh=data=2,model=4", "--slots=3"],
-            "slots do not divide over the data axis; found 3",
+            ["--model=mixtral-8x7b", "--draft=kimi-k2.5"],
+            "draft: the draft of kimi-k2.5 is none of mixtral-8x7b; found 'kimi-k2.5', made for 61 layers, 7168 wide",
         ),
         (["--model=kimi-k2.5", "--max_len=64", "--context=100"], "context: more than max_len; found 100"),
     ],
 )
 def test_refusals(capsys, words, said):
     assert said in refused(capsys, "plan", "--nocompile", *words)
+
+
+def test_a_group_that_divides_no_row(tmp_path, capsys):
+    config = json.loads((PLACES[-1] / "mixtral-8x7b" / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 96}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(capsys, "plan", "--nocompile", f"--model={tmp_path}")
+    assert "groups of 96 do not divide the rows of model.layers.0" in error and "found 4096 weights a row" in error
+
+
+def test_an_absurd_number_of_layers(tmp_path, capsys):
+    config = json.loads((PLACES[-1] / "mixtral-8x7b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    error = refused(capsys, "plan", "--nocompile", f"--model={tmp_path}")
+    assert "num_hidden_layers: is not supported; found 1000000000; expected at most 10000" in error
 
 
 def test_a_quantisation_that_is_not_known(tmp_path, capsys):
@@ -190,7 +231,14 @@ def test_a_quantisation_that_is_not_known(tmp_path, capsys):
         (["--model=x", "--hardware=abacus"], "no such preset; found 'abacus'; expected one of h200-nvlink"),
         (["--model=x", "--tree=3"], "--tree: no tree; found '3'"),
         (["--model=x", "--tree=3,1,9"], "a chain (topk 1) verifies num_steps + 1 nodes"),
+        (["--model=x", "--tree=3,1,5"], "--tree: num_draft_tokens: a chain (topk 1) verifies num_steps + 1 nodes"),
         (["--model=x", "--slots=0"], "--slots: out of range"),
+        (["--model=x", "--slots=65537"], "--slots: out of range; found 65537; expected 1 to 65536"),
+        (["--model=x", "--max_len=100000001"], "--max_len: out of range"),
+        (["--model=x", "--mesh=model=4097"], "--mesh: out of range; found model=4097; expected at most 4096"),
+        (["--model=x", f"--mesh=data={'9' * 5000}"], "--mesh: not a mesh"),
+        (["--model=x", "--bandwidth_gbs=0.5"], "--bandwidth_gbs: out of range; found 0.5; expected 1 to 1e+06"),
+        (["--model=x", "--device_memory_gb=1e9"], "--device_memory_gb: out of range"),
         (["--model=x", "--draft_placement=anywhere"], "--draft_placement: unknown; found 'anywhere'"),
         (["--model=x", "--expert_split=depth"], "--expert_split: unknown; found 'depth'"),
         (["--model=x", "--dtype=int8"], "--dtype: not a compute dtype"),
