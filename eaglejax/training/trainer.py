@@ -5,6 +5,7 @@ Everything here is a pure function of arrays; files, clocks and printing belong 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,7 +127,9 @@ def _optimiser(settings: TrainSettings) -> optax.GradientTransformation | optax.
     return every_step if settings.accumulate == 1 else optax.MultiSteps(every_step, settings.accumulate)
 
 
-def start(weights: dict[str, Shaped[np.ndarray, "..."]], settings: TrainSettings) -> TrainState:
+def start(
+    weights: Mapping[str, Shaped[np.ndarray, "..."] | Shaped[Array, "..."]], settings: TrainSettings
+) -> TrainState:
     """A fresh state from first weights."""
     master = {path: jnp.asarray(value, jnp.float32) for path, value in weights.items()}
     with jax.numpy_dtype_promotion("standard"):
