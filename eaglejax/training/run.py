@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +26,7 @@ from eaglejax.training.curves import EVALUATION, TRAINING, Curves
 from eaglejax.training.data import batch_of, batch_rows
 from eaglejax.training.evaluate import Acceptance, Evaluator
 from eaglejax.training.export import write_draft
+from eaglejax.training.memory import check_fits
 from eaglejax.training.run_parts import (
     Material,
     Progress,
@@ -122,6 +125,7 @@ class _Run:
             "draft": repr(start.config),
         }
         self.evaluator: Evaluator | None = None
+        self.compiled: Any = None
 
     def steps(self, progress: Progress) -> Outcome:
         config, state = self.config, trainer.start(self.start.weights, self.settings)
@@ -159,15 +163,7 @@ class _Run:
             rows, epoch = batch_rows(number, text.tokens.shape[0], config.batch, config.seed)
             batch = batch_of(text, rows, config.batch)
             features = trainer.target_features(self.pair.target, batch, self.start.config.boundaries)
-            state, figures = trainer.train_step(
-                state,
-                self.start.frozen,
-                batch,
-                features,
-                jnp.float32(rate),
-                config=self.start.config,
-                settings=self.settings,
-            )
+            state, figures = self.program(state, self.start.frozen, batch, features, jnp.float32(rate))
             seen.append(figures)
         mean = lambda pick: np.mean([np.asarray(pick(one), np.float32) for one in seen], axis=0)
         loss, norm = float(mean(lambda f: f.loss)), float(mean(lambda f: f.gradient_norm))
@@ -181,6 +177,22 @@ class _Run:
         parts = [*mean(lambda f: f.losses).tolist(), *mean(lambda f: f.accuracies).tolist()]
         self.curves.add(TRAINING, [step + 1, epoch, rate, loss, norm, *parts])
         return state
+
+    def program(self, state, frozen, batch, features, rate) -> tuple[trainer.TrainState, trainer.Figures]:
+        """`train_step`, compiled at its first call and refused where it does not fit the device."""
+        kept, structure = jax.tree.flatten(state)
+        given, others = jax.tree.flatten((frozen, batch, features, rate))
+        if self.compiled is None:
+
+            @partial(jax.jit, donate_argnums=0)
+            def step(kept, given):
+                state, rest = jax.tree.unflatten(structure, kept), jax.tree.unflatten(others, given)
+                return trainer.train_step(state, *rest, config=self.start.config, settings=self.settings)
+
+            self.compiled = step.lower(kept, given).compile()
+            need = check_fits(self.compiled, self.config.batch, self.config.row_length)
+            self.say(f"a train step takes {need / 1e9:.3f} GB beside weights and text")
+        return self.compiled(kept, given)
 
     def draft(self, weights) -> Draft:
         """The module that serves these weights."""

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from small_run import settings, target_folder, write_answers
 
 from eaglejax import EagleJaxEngine, Speculation
 from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.training import run as running
 from eaglejax.training.evaluate import accepted
 from eaglejax.training.run import train
 
@@ -137,14 +135,19 @@ def test_a_full_disk_loses_no_checkpoint(straight, tmp_path, data, files, monkey
     assert (out / "training.csv").read_bytes() == (straight[0] / "training.csv").read_bytes()
 
 
-def test_patience_ends_a_run_that_gets_worse(tmp_path, data, files, monkeypatch):
-    """Evaluations that only fall: the first stays the best, its weights are the exported ones."""
-    falling = iter([3.0, 2.0, 1.5, 1.2])
-    evaluate = running.Evaluator.__call__
-    monkeypatch.setattr(
-        running.Evaluator, "__call__", lambda self, draft: replace(evaluate(self, draft), tau=next(falling))
-    )
+def test_training_too_long_on_too_little_shows_and_stops(tmp_path, data):
+    """A draft goes on with four answers: held-out acceptance falls while the loss does too; the best is kept, not the
+    last, and the run ends by itself."""
+    many = write_answers(tmp_path, data, 64)
+    common = dict(rate=1e-2, evaluate_every=20, save_every=1000, batch=4)
+    good = train(settings(tmp_path / "good", data, many, steps=40, vocab=64, **common))
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(many[0].read_text().splitlines(keepends=True)[:4]))
+    start = dict(start=str(good.draft), mlp=None, vocab=None, boundaries=None)
     out = tmp_path / "worse"
-    outcome = train(settings(out, data, files, evaluate_every=3, patience=2))
-    assert (outcome.reason, outcome.step, outcome.best_step, outcome.best_tau) == ("patience", 9, 3, 3.0)
-    assert [p.name for p in (out / "best").iterdir()] == ["3"]
+    outcome = train(settings(out, data, (few, many[1]), steps=200, patience=4, **common, **start))
+    taus = [float(row["tau"]) for row in rows_of(out, "evaluation.csv")]
+    losses = [float(row["loss"]) for row in rows_of(out, "training.csv")]
+    assert taus[0] == good.best_tau and taus[-1] < taus[0] - 0.2 and losses[-1] < losses[0]
+    assert outcome.reason == "patience" and outcome.step == outcome.best_step + 80 < 200
+    assert outcome.best_tau == max(taus) and [int(p.name) for p in (out / "best").iterdir()] == [outcome.best_step]

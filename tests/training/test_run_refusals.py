@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from small_run import settings, write_answers
 
 from eaglejax.errors import CheckpointError, ConfigError, PromptError
+from eaglejax.training import memory
 from eaglejax.training.run import train
 
 QUICK = dict(steps=2, save_every=2, evaluate_every=2, evaluate_prompts=2, evaluate_tokens=6)
@@ -48,6 +50,13 @@ def test_text_that_does_not_fit(tmp_path, data, files):
         train(replace(settings(tmp_path / "run", data, files), held_out=None))
 
 
+def test_a_step_that_does_not_fit_is_refused_with_an_estimate(tmp_path, data, files, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10_000)
+    with pytest.raises(ConfigError, match=r"does not fit .* GB beside weights and text; expected at most 0.000 GB"):
+        train(settings(tmp_path / "run", data, files))
+    assert len((tmp_path / "run" / "training.csv").read_text().splitlines()) == 1  # no step was taken
+
+
 def test_prompts_are_answered_first_and_a_draft_is_gone_on_with(tmp_path, data, files):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt_ids": [5 + n, 9, 3]} for n in range(6)]
@@ -72,8 +81,6 @@ def test_prompts_are_answered_first_and_a_draft_is_gone_on_with(tmp_path, data, 
 
 def test_bfloat16_run_keeps_float32_weights(tmp_path, data, files):
     outcome = train(settings(tmp_path / "run", data, files, dtype="bfloat16", **QUICK))
-    from safetensors.numpy import load_file
-
     weights = load_file(outcome.draft / "model.safetensors")
     fc = weights["fc.weight"]
     assert fc.dtype == np.float32 and np.mean((fc.view(np.uint32) & 0xFFFF) != 0) > 0.9
