@@ -105,6 +105,7 @@ def write_draft(
         tensors["embed_tokens.weight"] = np.ascontiguousarray(embedding, np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     values = draft_config_json(config, int8=int8) if form == "safeailab" else speculators_json(config, verifier)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

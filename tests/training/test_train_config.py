@@ -1,5 +1,7 @@
 """Settings of a run: read from a file, checked before anything is loaded."""
 
+from pathlib import Path
+
 import pytest
 
 from eaglejax.errors import ConfigError
@@ -60,6 +62,12 @@ def test_files_are_refused(tmp_path):
         read_file(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="folder of its own"):
         build({"data": "d.jsonl"}, str)
+
+
+def test_the_stored_settings_are_a_run():
+    file = Path(__file__).parent.parent.parent / "configs" / "training" / "smollm2.toml"
+    config = build({**read_file(file), "out": "o", "data": "d.jsonl"}, str)
+    assert config.head == "target" and config.regenerate and config.vocab == 16384
 
 
 def test_what_binds_a_resumed_run():
