@@ -35,12 +35,23 @@ class Checkpoints:
                     cleanup_tmp_directories=True,
                 ),
             )
-            for name, count in ((LAST, keep), (BEST, 1))
+            for name, count in ((LAST, keep), (BEST, None))
         }
 
     def latest(self, name: str = LAST) -> int | None:
         """The step of the newest complete checkpoint, or None."""
         return self._managers[name].latest_step()
+
+    def steps(self, name: str) -> list[int]:
+        """The steps of all complete checkpoints, ascending."""
+        return sorted(self._managers[name].all_steps())
+
+    def save_best(self, step: int, state: Any, facts: dict[str, Any]) -> None:
+        """As `save`; the other ones go, also one of a later step, which a run left that was stopped and went back."""
+        self.save(BEST, step, state, facts)
+        for other in self.steps(BEST):
+            if other != step:
+                self._managers[BEST].delete(other)
 
     def save(self, name: str, step: int, state: Any, facts: dict[str, Any]) -> None:
         """Write a checkpoint; one of the same step is the same and stays.
@@ -52,7 +63,7 @@ class Checkpoints:
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         try:
-            manager.save(step, args=items)
+            manager.save(step, args=items, force=True)
             manager.wait_until_finished()
         except Exception as error:  # orbax and tensorstore raise what the disk's fault becomes on the way
             raise CheckpointError(

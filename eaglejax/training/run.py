@@ -34,6 +34,7 @@ from eaglejax.training.run_parts import (
     Start,
     begin,
     described,
+    digest,
     gather,
     refuse_long,
     target_digest,
@@ -120,6 +121,7 @@ class _Run:
         self.identity = {
             **config.binding(),
             "text": material.digest,
+            "held_out_prompts": digest(*(np.asarray(prompt) for prompt in material.held_out)),
             "target": target_digest(pair),
             "tokenizer": tokenizer_digest(pair),
             "draft": repr(start.config),
@@ -146,7 +148,7 @@ class _Run:
                     if 0 < config.patience <= self.memory.stale:
                         reason = "patience"
                 if last or reason == "patience" or step % config.save_every == 0:
-                    self.save(LAST, state, step)
+                    self.checkpoints.save(LAST, step, self.tree(state), self.facts())
         if not (self.out / EXPORT / "config.json").exists():
             self.export(self.restored_best(state))
         self.curves.draw()
@@ -218,7 +220,7 @@ class _Run:
         better = found.tau > self.memory.best_tau
         if better:
             self.memory = _Memory(step, found.tau)
-            self.save(BEST, state, step)
+            self.checkpoints.save_best(step, self.tree(state), self.facts())
             self.export(state.weights)
         else:
             self.memory.stale += 1
@@ -240,9 +242,8 @@ class _Run:
         ids = self.start.frozen.target_ids
         return {"weights": state.weights, "moments": state.moments, "step": state.step, "target_ids": ids}
 
-    def save(self, name: str, state: trainer.TrainState, step: int) -> None:
-        facts = {"run": self.identity, "settings": _plain(asdict(self.config)), **self.memory.facts()}
-        self.checkpoints.save(name, step, self.tree(state), facts)
+    def facts(self) -> dict[str, Any]:
+        return {"run": self.identity, "settings": _plain(asdict(self.config)), **self.memory.facts()}
 
     def restored(self, state: trainer.TrainState) -> tuple[trainer.TrainState, int]:
         """The state of the newest checkpoint and its step, or the fresh one and 0."""
@@ -263,8 +264,11 @@ class _Run:
 
     def restored_best(self, state: trainer.TrainState):
         """The weights of the best checkpoint, or these where none was ever better than nothing."""
-        step = self.checkpoints.latest(BEST)
-        return state.weights if step is None else self.checkpoints.state(step, self.tree(state), BEST)["weights"]
+        steps = self.checkpoints.steps(BEST)
+        if not steps:
+            return state.weights
+        step = self.memory.best_step if self.memory.best_step in steps else steps[-1]
+        return self.checkpoints.state(step, self.tree(state), BEST)["weights"]
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Any
 from eaglejax.config import Speculation
 from eaglejax.errors import ConfigError
 
-# keys that may change between a stop and its resume: they move no weight
-FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots", "held_out", "evaluate_prompts")
-FREE += ("evaluate_tokens", "tree")
+# keys that may change between a stop and its resume: they change no weight and no acceptance
+FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots")
 
 
 @dataclass(frozen=True)
