@@ -16,6 +16,7 @@ from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
+from eaglejax.models.draft import Draft
 from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
 from eaglejax.sharding.processes import agree, from_first, in_step, telling
@@ -253,6 +254,19 @@ class EagleJaxEngine:
         Raises as `generate` does, and CheckpointError where the checkpoint has no chat template.
         """
         return self.generate([parse_messages(messages)], sampling, speculation=speculation)[0]
+
+    def use_draft(self, draft: Draft) -> None:
+        """Serve other weights of the draft's own shape from now on, as training makes them; nothing is compiled anew.
+
+        Raises ConfigError where the engine has no draft, or one of another shape.
+        """
+        own, _ = self._need_draft()
+        if own.config != draft.config or own.dtype != draft.dtype:
+            raise ConfigError("not of the shape of the engine's draft", where="draft", found=draft.config)
+        self._pair.draft = draft
+        for programs in self._programs.values():
+            programs.use_draft(draft)
+        self._teacher = Teacher(self._pair.target, draft, self._pair.mesh)
 
     # looking inside
 

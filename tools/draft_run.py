@@ -49,8 +49,8 @@ class Run:
         report = LoadReport()
         self.target = load_target(resolve(args.target).path, dtype=args.dtype, report=report)
         self.log(str(report))
-        self.captures = usual_boundaries(self.target.config)
         self.before = load_parts(Path(args.start)) if args.start else None
+        self.captures = self.wanted_captures()
         self.shape = self.wanted_shape()
         self.check_size()
         self.prompts = read_prompts(Path(args.prompts), SIZES[-1], args.limit)
@@ -72,9 +72,21 @@ class Run:
                 raise SystemExit(f"--{name}={value}, but the weights in {self.args.start} have {shape[name]}")
         return shape
 
+    def wanted_captures(self) -> tuple[int, ...]:
+        """Boundaries of the flag or of the weights that the run goes on from, else the usual ones."""
+        given = tuple(int(b) for b in self.args.boundaries.split(",")) if self.args.boundaries else None
+        usual = usual_boundaries(self.target.config)
+        if self.before is None:
+            return given or usual
+        facts = self.before[1]
+        stored = tuple(facts["boundaries"].tolist()) if "boundaries" in facts else usual
+        if given not in (None, stored):
+            raise SystemExit(f"--boundaries {given}, but the weights in {self.args.start} have {stored}")
+        return stored
+
     def config(self) -> DraftConfig:
-        shape = self.shape
-        return draft_shape(self.target.config, shape["vocab"], shape["mlp"], own_head=shape["head"] == "own")
+        shape, own = self.shape, self.shape["head"] == "own"
+        return draft_shape(self.target.config, shape["vocab"], shape["mlp"], own_head=own, boundaries=self.captures)
 
     def check_size(self) -> None:
         size = file_bytes(self.config(), int8=True)
@@ -238,6 +250,7 @@ class Run:
 
     def save(self, weights, target_ids, step: int) -> None:
         facts = {"target_ids": np.asarray(target_ids), "mlp": np.asarray(self.shape["mlp"])}
+        facts |= {"boundaries": np.asarray(self.captures)}
         facts |= {"head": np.asarray(self.shape["head"]), "step": np.asarray(step)}
         save_parts(self.out, weights, facts)
 

@@ -34,7 +34,8 @@ def export(args) -> None:
     weights, facts = load_parts(Path(args.weights))
     target = load_target(resolve(args.target).path, dtype="float32", report=LoadReport())
     own = str(facts["head"]) == "own"
-    config = draft_shape(target.config, len(facts["target_ids"]), int(facts["mlp"]), own_head=own)
+    captures = tuple(facts["boundaries"].tolist()) if "boundaries" in facts else None
+    config = draft_shape(target.config, len(facts["target_ids"]), int(facts["mlp"]), own_head=own, boundaries=captures)
     write_draft(Path(args.out), config, weights, facts["target_ids"], int8=not args.float32)
     if not args.float32:
         say_size(Path(args.out))
@@ -68,6 +69,7 @@ def parse() -> argparse.Namespace:
     two.add_argument("--head", choices=("own", "target"), help="own: trained and exported (default); target: borrowed")
     two.add_argument("--mlp", type=int, help="width of the draft's MLP (default 768)")
     two.add_argument("--vocab", type=int, help="draft vocabulary (default 5248)")
+    two.add_argument("--boundaries", help="captures of a fresh draft, such as 3,16,28 (default 2, L // 2, L - 3)")
     two.add_argument("--objective", choices=OBJECTIVES, default="entropy")
     two.add_argument("--dtype", default="bfloat16")
     two.add_argument("--seed", type=int, default=1)

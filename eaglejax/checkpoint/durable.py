@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +51,8 @@ def write_json(file: Path, value: Any) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder` for this process; the lock goes with the process, however that ends.
+def locked(folder: Path, what: str = "convert") -> Iterator[None]:
+    """Holds `folder` for this process, which does `what`; the lock goes with the process, however that ends.
 
     Raises:
         CheckpointError: another process holds it.
@@ -67,8 +68,26 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                "another convert is writing here", where=folder, fix="wait until it is done"
+                f"another {what} is writing here", where=folder, fix="wait until it is done"
             ) from None
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def swap_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder that takes the place of `folder` once it is filled.
+
+    A kill in between leaves the old one, or for a moment none; never a mixture.
+    """
+    fresh, old = folder.with_name(folder.name + TEMPORARY), folder.with_name(folder.name + ".old")
+    for left in (fresh, old):
+        shutil.rmtree(left, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    yield fresh
+    sync_tree(fresh)
+    if folder.exists():
+        os.rename(folder, old)
+    move(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -94,6 +94,11 @@ class Programs:
         self._fresh = on_mesh(mesh, fresh, (weights, P(DATA)), state)
         self._idle: dict[int, State] = {}
 
+    def use_draft(self, draft: Draft) -> None:
+        """Serve other weights of a draft of the same shape from now on; nothing is compiled anew."""
+        if self.arrays[1]:
+            self.arrays = (self.arrays[0], jax.tree.leaves(nnx.split(draft)[1]))
+
     @property
     def _pending(self) -> int:
         return self.spec.num_steps + 1 if self.spec.num_steps else 0

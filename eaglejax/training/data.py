@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -16,11 +17,20 @@ PADDING = -1  # segment number of places that hold no document
 
 @dataclass(frozen=True)
 class Document:
-    """One prompt with its answer: token ids, where the answer begins, and whether an end token closed it."""
+    """A conversation that ends with an answer: token ids, where that answer begins, whether an end token closed it.
+
+    earlier: [begin, end) of the answers before it, each with the end token that closed it.
+    """
 
     tokens: Int[np.ndarray, " t"]
     answer: int
     ended: bool
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def answers(self) -> tuple[tuple[int, int], ...]:
+        """[begin, end) of every answer."""
+        return (*self.earlier, (self.answer, len(self.tokens)))
 
 
 def draft_vocabulary(documents: Iterable[Document], size: int, vocab_size: int) -> tuple[Int[np.ndarray, " w"], float]:
@@ -34,7 +44,8 @@ def draft_vocabulary(documents: Iterable[Document], size: int, vocab_size: int) 
         )
     counts = np.zeros(vocab_size, np.int64)
     for document in documents:
-        counts += np.bincount(document.tokens[document.answer :], minlength=vocab_size)
+        for begin, end in document.answers:
+            counts += np.bincount(document.tokens[begin:end], minlength=vocab_size)
     if not counts.any():
         raise PromptError("no answer tokens to count", where="draft vocabulary")
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
@@ -44,11 +55,37 @@ def draft_vocabulary(documents: Iterable[Document], size: int, vocab_size: int) 
 def loss_places(document: Document) -> Bool[np.ndarray, " t"]:
     """Places i where the teacher's word on token i + 1 is worth learning: from the first answer token's successor on.
 
-    The row before the answer is the one that drafts first after a prefill. Behind an end token nothing is foretold.
+    The row before the answer is the one that drafts first after a prefill: it reads the answer's first token, which the
+    prefill gave, and foretells the second. Behind an end token nothing is foretold.
     """
     places = np.zeros(len(document.tokens), bool)
-    places[max(document.answer - 1, 0) : len(document.tokens) - (2 if document.ended else 1)] = True
+    for begin, end in document.answers:
+        closed = document.ended or end < len(document.tokens)
+        places[max(begin - 1, 0) : max(end - (2 if closed else 1), 0)] = True
     return places
+
+
+@dataclass(frozen=True)
+class Place:
+    """What row `place` does at one step of the unroll: it reads one token and foretells the next."""
+
+    step: int
+    place: int
+    reads: int
+    foretells: int | None  # None: behind the end of the document
+    counts: bool
+
+
+def mask_table(document: Document, steps: int) -> list[Place]:
+    """Every row of a document at every step of the unroll, so that a loss mask can be looked at."""
+    loss, tokens = loss_places(document), document.tokens.tolist()
+    table = []
+    for step in range(steps):
+        for place in range(len(tokens) - 1 - step):
+            after = place + step + 2
+            foretells = tokens[after] if after < len(tokens) else None
+            table.append(Place(step, place, tokens[after - 1], foretells, bool(loss[place + step])))
+    return table
 
 
 def pack(documents: Sequence[Document], row_length: int) -> Text:
@@ -94,3 +131,24 @@ def pack(documents: Sequence[Document], row_length: int) -> Text:
     if not np.any(text.loss):
         raise PromptError("no token carries loss: the documents hold no answers", where="training data")
     return text
+
+
+def batch_rows(number: int, rows: int, batch: int, seed: int) -> tuple[Int[np.ndarray, " n"], int]:
+    """The rows of batch `number` of a run, and its epoch; a function of these alone, so the step is the whole position.
+
+    Every epoch goes through all rows in an order of its own; a remainder shorter than a batch is left out of it. Fewer
+    than `batch` rows come back only where there are fewer in all.
+    """
+    each = max(1, rows // batch)
+    epoch, place = divmod(number, each)
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    return order[place * batch : (place + 1) * batch], epoch
+
+
+def batch_of(text: Text, rows: Int[np.ndarray, " n"], batch: int) -> Text:
+    """These rows of a text; short of a full batch the first is repeated without loss."""
+    missing = batch - len(rows)
+    chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
+    parts = {name: np.asarray(getattr(text, name))[chosen] for name in ("tokens", "positions", "segments", "loss")}
+    parts["loss"][len(rows) :] = False
+    return Text(**{name: jnp.asarray(part) for name, part in parts.items()})

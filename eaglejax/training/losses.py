@@ -24,7 +24,8 @@ OBJECTIVES: tuple[Objective, ...] = ("entropy", "acceptance")
 def vocabulary_loss(
     hidden: Float[Array, "n d"],
     head: Float[Array, "w d"],
-    soft: Float[Array, "n w"],
+    soft: Float[Array, "m w"],
+    rows: Int[Array, " n"],
     counted: Bool[Array, " n"],
     *,
     objective: Objective = "entropy",
@@ -34,11 +35,12 @@ def vocabulary_loss(
 
     Arguments:
         hidden: after the draft's final norm. soft: the teacher's probabilities; nothing is differentiated in them.
+        rows: which row of `soft` is each one's teacher; below 0 a uniform one.
         objective: "entropy", -sum p log q, EAGLE's; or "acceptance", -log sum min(p, q), the log of the chance that a
             token drawn from q is kept when p decides.
         learn_head: False where the head is the target's: its gradient is then not computed.
     """
-    return _loss(objective, learn_head, hidden, head, soft, counted)
+    return _loss(objective, learn_head, hidden, head, soft, rows, counted)
 
 
 def row_losses(objective: Objective, logits: Float[Array, "n w"], soft: Float[Array, "n w"]) -> Float[Array, " n"]:
@@ -50,34 +52,35 @@ def row_losses(objective: Objective, logits: Float[Array, "n w"], soft: Float[Ar
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(objective, learn_head, hidden, head, soft, counted):
-    loss, choices, _ = _chunks(objective, (), hidden, head, soft, counted)
+def _loss(objective, learn_head, hidden, head, soft, rows, counted):
+    loss, choices, _ = _chunks(objective, (), hidden, head, soft, rows, counted)
     return loss, choices
 
 
-def _forward(objective, learn_head, hidden, head, soft, counted):
-    loss, choices, gradients = _chunks(objective, (0, 1) if learn_head else (0,), hidden, head, soft, counted)
+def _forward(objective, learn_head, hidden, head, soft, rows, counted):
+    loss, choices, gradients = _chunks(objective, (0, 1) if learn_head else (0,), hidden, head, soft, rows, counted)
     return (loss, choices), gradients
 
 
 def _backward(objective, learn_head, gradients, cotangents):
     scaled = [(cotangents[0] * gradient.astype(jnp.float32)).astype(gradient.dtype) for gradient in gradients]
-    return scaled[0], scaled[1] if learn_head else None, None, None
+    return scaled[0], scaled[1] if learn_head else None, None, None, None
 
 
 _loss.defvjp(_forward, _backward)
 
 
-def _chunks(objective, wanted: tuple[int, ...], hidden, head, soft, counted):
+def _chunks(objective, wanted: tuple[int, ...], hidden, head, soft, rows, counted):
     """Loss, choices, and the gradients in the `wanted` of (hidden, head)."""
-    rows, width = soft.shape
-    parts = -(-rows // max(1, CHUNK // width))
-    size = -(-rows // parts)
-    cut = lambda x: jnp.pad(x, [(0, parts * size - rows), *[(0, 0)] * (x.ndim - 1)]).reshape(parts, size, *x.shape[1:])
+    count, width = hidden.shape[0], head.shape[0]
+    parts = -(-count // max(1, CHUNK // width))
+    size = -(-count // parts)
+    cut = lambda x: jnp.pad(x, [(0, parts * size - count), *[(0, 0)] * (x.ndim - 1)]).reshape(parts, size, *x.shape[1:])
 
-    def one(hidden, head, soft, counted):
+    def one(hidden, head, rows, counted):
         logits = wide_einsum("nd,wd->nw", hidden, head)
-        return jnp.sum(jnp.where(counted, row_losses(objective, logits, soft), 0)), jnp.argmax(logits, axis=-1)
+        teacher = jnp.where(rows[:, None] < 0, jnp.asarray(1 / width, soft.dtype), soft[jnp.maximum(rows, 0)])
+        return jnp.sum(jnp.where(counted, row_losses(objective, logits, teacher), 0)), jnp.argmax(logits, axis=-1)
 
     def body(carry, part):
         total, for_head = carry
@@ -90,10 +93,10 @@ def _chunks(objective, wanted: tuple[int, ...], hidden, head, soft, counted):
         return (total + loss, for_head), (choices, gradients[0])
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32) if 1 in wanted else None)
-    (loss, for_head), (choices, for_hidden) = lax.scan(body, start, (cut(hidden), cut(soft), cut(counted)))
+    (loss, for_head), (choices, for_hidden) = lax.scan(body, start, (cut(hidden), cut(rows), cut(counted)))
     gradients = []
     if for_hidden is not None:
-        gradients.append(for_hidden.reshape(parts * size, -1)[:rows])
+        gradients.append(for_hidden.reshape(parts * size, -1)[:count])
     if for_head is not None:
         gradients.append(for_head.astype(head.dtype))
-    return loss, choices.reshape(-1)[:rows].astype(jnp.int32), gradients
+    return loss, choices.reshape(-1)[:count].astype(jnp.int32), gradients

@@ -5,6 +5,7 @@ Everything here is a pure function of arrays; files, clocks and printing belong 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ class TrainSettings:
     """How a draft is trained.
 
     unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient.
+    accumulate: batches whose mean gradient makes one optimiser step.
     warmup: share of the run over which the rate rises. final: share of the peak rate at the end of the cosine.
     objective: the loss of a place (`losses.vocabulary_loss`).
     """
@@ -42,6 +44,7 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     compute_dtype: str = "bfloat16"
+    accumulate: int = 1
     objective: Objective = "entropy"
 
     def rate_at(self, progress: float) -> float:
@@ -115,18 +118,23 @@ def _target_features(target: Target, tokens, positions, segments, boundaries: tu
     return jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden)
 
 
-def _optimiser(settings: TrainSettings) -> optax.GradientTransformation:
-    return optax.chain(
+def _optimiser(settings: TrainSettings) -> optax.GradientTransformation | optax.MultiSteps:
+    every_step = optax.chain(
         optax.clip_by_global_norm(settings.clip),
         optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1]),
         optax.add_decayed_weights(settings.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     )
+    return every_step if settings.accumulate == 1 else optax.MultiSteps(every_step, settings.accumulate)
 
 
-def start(weights: dict[str, Shaped[np.ndarray, "..."]], settings: TrainSettings) -> TrainState:
+def start(
+    weights: Mapping[str, Shaped[np.ndarray, "..."] | Shaped[Array, "..."]], settings: TrainSettings
+) -> TrainState:
     """A fresh state from first weights."""
     master = {path: jnp.asarray(value, jnp.float32) for path, value in weights.items()}
-    return TrainState(master, _optimiser(settings).init(master), jnp.zeros((), jnp.int32))
+    with jax.numpy_dtype_promotion("standard"):
+        moments = _optimiser(settings).init(master)
+    return TrainState(master, moments, jnp.zeros((), jnp.int32))
 
 
 @partial(jax.jit, static_argnames=("config", "settings"), donate_argnames="state")
@@ -140,7 +148,10 @@ def train_step(
     config: DraftConfig,
     settings: TrainSettings,
 ) -> tuple[TrainState, Figures]:
-    """One optimiser step. `rate` is an argument, so that a schedule compiles nothing new."""
+    """One batch: an optimiser step, or with `accumulate` a part of one. `state.step` counts batches.
+
+    `rate` is an argument, so that a schedule compiles nothing new.
+    """
     dtype = jnp.dtype(settings.compute_dtype)
     teacher = teach(features.last, frozen.head, frozen.target_ids)
 

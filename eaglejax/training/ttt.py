@@ -29,6 +29,7 @@ from eaglejax.models.rows import KVRows
 from eaglejax.training.losses import CHUNK, Objective, vocabulary_loss
 from eaglejax.training.products import wide_einsum
 
+QUERIES = 128  # places whose attention scores exist at a time
 VOCABULARY_CHUNK = 8192  # target logits held at a time while the best token is looked for
 
 
@@ -118,6 +119,13 @@ def _logits(hidden, weight):
     return jnp.einsum("btd,vd->btv", hidden, weight, precision=PRECISION, preferred_element_type=jnp.float32)
 
 
+class Sight(NamedTuple):
+    """A place sees the step-0 rows of its own segment whose order is not above its own."""
+
+    segments: Int[Array, "b t"]
+    order: Int[Array, "b t"]
+
+
 class _Shifted(NamedTuple):
     """One array of the batch with room for the shifts of all steps behind it: step j reads places j .. j + t - 1."""
 
@@ -155,18 +163,20 @@ def ttt(
     Place i counts at step j where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the
     draft vocabulary, and both places lie in one document. A borrowed head has no gradient.
     """
-    width = draft.config.draft_vocab_size
+    batch, size = text.tokens.shape
+    flat_soft = teacher.probabilities.reshape(batch * size, -1)
     after_end = jnp.any(draft.target_ids[...] == 0)  # beyond the end the teacher is uniform, its best token id 0
     tokens, segments = _shifted(text.tokens, steps + 1), _shifted(text.segments, steps + 1, -1)
-    soft = _shifted(teacher.probabilities, steps + 1, 1 / width)
+    teachers = _shifted(jnp.arange(batch * size, dtype=jnp.int32).reshape(batch, size), steps + 1, -1)
     best = _shifted(teacher.best, steps + 1)
-    known = jnp.concatenate([teacher.known[:, 1:], jnp.broadcast_to(after_end, (text.tokens.shape[0], 1))], axis=1)
+    known = jnp.concatenate([teacher.known[:, 1:], jnp.broadcast_to(after_end, (batch, 1))], axis=1)
     loss, counts = _shifted(text.loss, steps), _shifted(text.loss & known, steps)
-    visible = causal_within(text.segments)
+    order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    sight = Sight(jnp.asarray(text.segments), order)
 
     @partial(jax.checkpoint, static_argnums=(0,))
     def one(step, hidden, memories):
-        out, rows = _forward(draft, tokens.at(step + 1), hidden, text.positions + step, memories, visible)
+        out, rows = _forward(draft, tokens.at(step + 1), hidden, text.positions + step, memories, sight)
         normed = out if draft.norm is None else draft.norm(out)
         return out, normed, rows
 
@@ -177,7 +187,8 @@ def ttt(
         total, choices = vocabulary_loss(
             flat(normed),
             draft.head.weight[...],
-            flat(soft.at(step + 1)),
+            flat_soft,
+            flat(teachers.at(step + 1)),
             flat(wanted),
             objective=objective,
             learn_head=draft.config.own_head,
@@ -208,7 +219,7 @@ def causal_within(segments: Int[Array, "b t"] | Int[np.ndarray, "b t"]) -> Bool[
     return (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
 
 
-def _forward(draft: Draft, tokens, hidden, positions, memories, visible):
+def _forward(draft: Draft, tokens, hidden, positions, memories, sight: Sight):
     """The draft's layers as in `Draft.__call__`, with the unroll's attention: stream, and own rows per layer."""
     first = draft.first
     embedded = draft.embedding(tokens).astype(draft.dtype)
@@ -217,21 +228,21 @@ def _forward(draft: Draft, tokens, hidden, positions, memories, visible):
     hidden = hidden.astype(draft.dtype)
     normed = hidden if first.hidden_norm is None else first.hidden_norm(hidden)
     stream = normed if first.norm_before_residual else hidden
-    mixed, own = _attend(first.attention, jnp.concatenate([embedded, normed], -1), positions, memories[0], visible)
+    mixed, own = _attend(first.attention, jnp.concatenate([embedded, normed], -1), positions, memories[0], sight)
     stream = stream + mixed
     stream = stream + first.mlp(first.post_norm(stream))
     rows = [own]
     for block, memory in zip(draft.others, memories[1:], strict=True):
         assert isinstance(block, Block)
-        mixed, own = _attend(block.attention, block.input_norm(stream), positions, memory, visible)
+        mixed, own = _attend(block.attention, block.input_norm(stream), positions, memory, sight)
         stream = stream + mixed
         stream = stream + block.mlp(block.post_norm(stream))
         rows.append(own)
     return stream, rows
 
 
-def _attend(attention, x, positions, memory: list[KVRows], visible):
-    """Attention over the step-0 keys that `visible` allows, and over the own place in every later step."""
+def _attend(attention, x, positions, memory: list[KVRows], sight: Sight):
+    """Attention over the step-0 keys in `sight`, and over the own place in every later step."""
     assert isinstance(attention, GroupedQueryAttention)
     config, (batch, size, _) = attention.config, x.shape
     queries = attention.q(x).reshape(batch, size, config.heads, config.head_dim)
@@ -242,25 +253,51 @@ def _attend(attention, x, positions, memory: list[KVRows], visible):
     own = KVRows(rotate(keys, positions, config.rope), values)
     grouped = rotate(queries, positions, config.rope).reshape(batch, size, config.kv_heads, -1, config.head_dim)
     first, *later = [*memory, own]
-    scale = config.head_dim**-0.5
-    if config.window is not None:
-        distance = positions[:, :, None] - (positions - len(later))[:, None, :]
-        visible = visible & (distance < config.window)
-    scores = jnp.where(visible[:, None, None], wide_einsum("btkgc,bskc->bkgts", grouped, first.keys) * scale, -jnp.inf)
-    top = scores.max(-1)
-    places = [jnp.einsum("btkgc,btkc->bkgt", *_wide(grouped, rows.keys)) * scale for rows in later]
-    for place in places:
-        top = jnp.maximum(top, place)
-    top = lax.stop_gradient(top)
-    weights = jnp.exp(scores - top[..., None])
-    total = weights.sum(-1)
-    mixed = wide_einsum("bkgts,bskc->bkgtc", weights.astype(values.dtype), _values(first))
-    for place, rows in zip(places, later, strict=True):
-        weight = jnp.exp(place - top)
-        total = total + weight
-        mixed = mixed + weight[..., None] * _values(rows).astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
-    mixed = (mixed / total[..., None]).astype(x.dtype).transpose(0, 3, 1, 2, 4)
-    return attention.out(mixed.reshape(batch, size, -1)), own
+    mixed = _blocks(grouped, first, later, sight, positions, config.window)
+    return attention.out(mixed.astype(x.dtype).reshape(batch, size, -1)), own
+
+
+def _blocks(grouped, first: KVRows, later: list[KVRows], sight: Sight, positions, window):
+    """Attention of a block of queries at a time, each recomputed in the backward pass: no t x t scores exist, and what
+    does exist grows with the length alone. Returns [b, t, k, g, c] float32."""
+    batch, size = positions.shape
+    parts = -(-size // QUERIES)
+    keys, values = first.keys, _values(first)
+
+    def one(part):
+        queries, at, segments, order, *own = part
+        seen = (segments[:, :, None] == sight.segments[:, None, :]) & (order[:, :, None] >= sight.order[:, None, :])
+        if window is not None:
+            seen = seen & (at[:, :, None] - (positions - len(later))[:, None, :] < window)
+        scale = queries.shape[-1] ** -0.5
+        scores = wide_einsum("btkgc,bskc->bkgts", queries, keys) * scale
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        places = [jnp.einsum("btkgc,btkc->bkgt", *_wide(queries, k)) * scale for k in own[: len(later)]]
+        top = scores.max(-1)
+        for place in places:
+            top = jnp.maximum(top, place)
+        top = lax.stop_gradient(top)
+        weights = jnp.exp(scores - top[..., None])
+        total = weights.sum(-1)
+        mixed = wide_einsum("bkgts,bskc->bkgtc", weights.astype(values.dtype), values)
+        for place, v in zip(places, own[len(later) :], strict=True):
+            weight = jnp.exp(place - top)
+            total = total + weight
+            mixed = mixed + weight[..., None] * v.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+        return (mixed / total[..., None]).transpose(0, 3, 1, 2, 4)
+
+    given = [grouped, positions, sight.segments, sight.order]
+    given += [rows.keys for rows in later] + [_values(rows) for rows in later]
+    if parts == 1:
+        return one(given)
+
+    def cut(x):
+        # places behind the end repeat the last, so that each sees something; their results are dropped
+        padded = jnp.pad(x, [(0, 0), (0, parts * QUERIES - size), *[(0, 0)] * (x.ndim - 2)], mode="edge")
+        return jnp.moveaxis(padded.reshape(batch, parts, QUERIES, *x.shape[2:]), 1, 0)
+
+    mixed = jnp.moveaxis(lax.map(jax.checkpoint(one), [cut(x) for x in given]), 0, 1)
+    return mixed.reshape(batch, parts * QUERIES, *mixed.shape[3:])[:, :size]
 
 
 def _values(rows: KVRows) -> Array:

@@ -31,7 +31,7 @@ def test_every_family_is_named():
     assert named - {"model_type"} == {family.name for family in FAMILIES}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/capture.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/capture.md", "docs/training.md"])
 def test_links_lead_to_files(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]

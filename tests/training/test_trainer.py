@@ -40,7 +40,13 @@ def on_device(text: Text) -> Text:
     return Text(*(jnp.asarray(part) for part in (text.tokens, text.positions, text.segments, text.loss)))
 
 
-def test_packed_features_are_those_of_each_document(target):
+FAMILIES = ["llama_tied_linear", "glm4_moe", "qwen3_yarn", "deepseek_no_q_lora", "gpt_oss", "mistral_window"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_features_are_those_of_each_document(data, name):
+    """Attention of every kind (grouped, latent, with sinks, windows) and experts: a row's documents do not meet."""
+    target = load_target(str(data / "targets" / name), dtype="float32", report=LoadReport())
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(3, 60, n).astype(np.int32), 1, False) for n in (9, 6)]
     packed = trainer.target_features(target, on_device(pack(documents, 16)), BOUNDARIES)

@@ -52,23 +52,33 @@ def test_gradients_by_checkpoint_name(case, result):
     np.testing.assert_allclose(total, x["grad_norm_total"].item(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("queries", [1, 5, 12])
+def test_blocks_of_queries_change_nothing(case, result, monkeypatch, queries):
+    """Losses and gradients are the same however the places are cut, also where the last block is not full."""
+    monkeypatch.setattr(unroll, "QUERIES", queries)
+    found = run(case)
+    np.testing.assert_allclose(found.step_losses, result.step_losses, rtol=1e-5)
+    for name, value in result.grads.items():
+        np.testing.assert_allclose(found.grads[name], value, atol=1e-4 * np.abs(value).max(), err_msg=name)
+
+
 def still_positions(forward):
-    def fault(draft, tokens, hidden, positions, memories, visible):
-        return forward(draft, tokens, hidden, positions - len(memories[0]), memories, visible)
+    def fault(draft, tokens, hidden, positions, memories, sight):
+        return forward(draft, tokens, hidden, positions - len(memories[0]), memories, sight)
 
     return fault
 
 
 def only_first_keys(forward):
-    def fault(draft, tokens, hidden, positions, memories, visible):
-        return forward(draft, tokens, hidden, positions, [memory[:1] for memory in memories], visible)
+    def fault(draft, tokens, hidden, positions, memories, sight):
+        return forward(draft, tokens, hidden, positions, [memory[:1] for memory in memories], sight)
 
     return fault
 
 
 def later_keys_see_all(forward):
-    def fault(draft, tokens, hidden, positions, memories, visible):
-        return forward(draft, tokens, hidden, positions, memories, jnp.ones_like(visible))
+    def fault(draft, tokens, hidden, positions, memories, sight):
+        return forward(draft, tokens, hidden, positions, memories, sight._replace(order=jnp.zeros_like(sight.order)))
 
     return fault
 

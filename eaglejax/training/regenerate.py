@@ -1,0 +1,81 @@
+"""The target's own answers to prompts, written as they come; a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eaglejax.config import Sampling
+from eaglejax.engine import EagleJaxEngine
+from eaglejax.errors import ConfigError
+from eaglejax.training.conversations import HEADER
+
+
+def regenerate(
+    engine: EagleJaxEngine,
+    prompts: Sequence[Sequence[int]],
+    file: Path,
+    *,
+    temperature: float,
+    new_tokens: int,
+    seed: int,
+    facts: dict[str, Any],
+    advance: Callable[[int], None] = lambda n: None,
+) -> int:
+    """Answer all prompts, `engine.slots` at a time; returns how many answers the file already held.
+
+    The file's first line says what it was made with; every other line has n, prompt_ids, token_ids, finish_reason and
+    seed. Answer n is drawn with seed + n, so that a stopped run and a straight one write the same.
+
+    Arguments:
+        facts: what else the answers depend on (target, data); a file made with other facts is refused.
+
+    Raises ConfigError where the file holds the answers of another run.
+    """
+    header = {HEADER: 1, "temperature": temperature, "new_tokens": new_tokens, "seed": seed, **facts}
+    done = _resume(file, header)
+    advance(done)
+    with open(file, "ab") as out:
+        for first in range(done, len(prompts), engine.slots):
+            part = prompts[first : first + engine.slots]
+            budgets = [min(new_tokens, engine.max_len - len(prompt)) for prompt in part]
+            asked = [
+                Sampling(max_new_tokens=budget, temperature=temperature, seed=seed + first + n)
+                for n, budget in enumerate(budgets)
+            ]
+            answers = engine.generate([list(prompt) for prompt in part], asked)
+            for n, answer in enumerate(answers, first):
+                row = {"n": n, "prompt_ids": answer.prompt_token_ids, "token_ids": answer.token_ids}
+                row |= {"finish_reason": answer.finish_reason, "seed": seed + n}
+                out.write(json.dumps(row).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+            advance(len(part))
+    return done
+
+
+def _resume(file: Path, header: dict[str, Any]) -> int:
+    """How many answers the file holds; a line that was cut by a kill is taken off. Begins the file where it is new."""
+    raw = file.read_bytes() if file.exists() else b""
+    whole = raw[: raw.rfind(b"\n") + 1]
+    lines = whole.split(b"\n")[:-1]
+    if not lines:
+        file.write_bytes(json.dumps(header).encode() + b"\n")
+        return 0
+    found = json.loads(lines[0])
+    differing = sorted(key for key in header.keys() | found.keys() if found.get(key) != header.get(key))
+    if differing:
+        raise ConfigError(
+            "holds answers of another run",
+            where=file,
+            found=", ".join(f"{key} {found.get(key)!r}" for key in differing),
+            expected=", ".join(f"{key} {header.get(key)!r}" for key in differing),
+            fix="use another output folder, or remove the file",
+        )
+    if len(whole) < len(raw):
+        with open(file, "r+b") as out:
+            out.truncate(len(whole))
+    return len(lines) - 1

@@ -1,0 +1,185 @@
+"""A training run written down: the keys of its TOML file and flags, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from eaglejax.config import Speculation
+from eaglejax.errors import ConfigError
+
+# keys that may change between a stop and its resume: they change no weight and no acceptance
+FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run is made of.
+
+    Data: `model` the target; `data` JSONL files (`conversations.py`); `held_out` a JSONL file of prompts for the
+        evaluation, else some of the data's are set aside; `regenerate`: the target answers the prompts first, at
+        `temperature`, up to `answer_tokens`.
+    Draft: `start` a draft's folder to go on from; else `head` ("own", or "target": borrowed), `mlp` (default: four
+        times the width), `vocab` (default: 32,000, or the target's), `boundaries` (default 2, L // 2, L - 3).
+    Step: rows of `row_length` tokens, `batch` of them at a time, `accumulate` times, for `steps` optimiser steps; `rate`
+        the peak rate, `warmup` the share of steps in which it rises; `unroll`, `decay`, `clip`, `objective`
+        (`TrainSettings`); `dtype` of target and compute.
+    Run: `seed`; a checkpoint every `save_every` steps, the last `keep` of them kept; every `evaluate_every` steps
+        `evaluate_prompts` held-out prompts answered by the engine with `tree`, `evaluate_tokens` each, in `slots`;
+        `patience`: evaluations without a new best after which the run stops (0: never).
+    """
+
+    out: str
+    data: tuple[str, ...] = ()
+    model: str = "smollm2"
+    held_out: str | None = None
+    regenerate: bool = False
+    temperature: float = 0.0
+    answer_tokens: int = 256
+    start: str | None = None
+    head: str = "own"
+    mlp: int | None = None
+    vocab: int | None = None
+    boundaries: tuple[int, ...] | None = None
+    row_length: int = 2048
+    batch: int = 4
+    accumulate: int = 1
+    steps: int = 1000
+    rate: float = 1e-4
+    warmup: float = 0.015
+    unroll: int = 7
+    decay: float = 0.8
+    clip: float = 0.5
+    objective: str = "entropy"
+    dtype: str = "bfloat16"
+    seed: int = 0
+    save_every: int = 200
+    keep: int = 2
+    evaluate_every: int = 200
+    evaluate_prompts: int = 16
+    evaluate_tokens: int = 128
+    tree: tuple[int, ...] = (7, 1, 8)
+    patience: int = 0
+    slots: int = 8
+    mesh: str | None = None
+
+    def __post_init__(self):
+        """Raises ConfigError naming the key."""
+        if self.mesh is not None:
+            raise ConfigError(
+                "training runs on one device so far",
+                where="mesh",
+                found=self.mesh,
+                expected="no mesh",
+                fix="leave it out; the engine serves the trained draft on any mesh",
+            )
+        for name in ("answer_tokens", "batch", "accumulate", "steps", "unroll", "save_every", "keep", "slots"):
+            self._least(name, 1)
+        for name in ("evaluate_every", "evaluate_prompts", "evaluate_tokens", "mlp", "vocab"):
+            self._least(name, 1)
+        for name in ("seed", "patience", "temperature", "warmup"):
+            self._least(name, 0)
+        self._least("row_length", 4)
+        for name in ("rate", "decay", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError("out of range", where=name, found=getattr(self, name), expected="above 0")
+        if self.warmup >= 1:
+            raise ConfigError("out of range", where="warmup", found=self.warmup, expected="0 <= warmup < 1")
+        choices = {"head": ("own", "target"), "objective": ("entropy", "acceptance"), "dtype": ("bfloat16", "float32")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError("unknown", where=name, found=getattr(self, name), expected=" or ".join(known))
+        if not self.data:
+            raise ConfigError("no training text", where="data", expected="one JSONL file or more")
+        if len(self.tree) != 3:
+            raise ConfigError(
+                "not a tree", where="tree", found=list(self.tree), expected="num_steps, topk, num_draft_tokens"
+            )
+        self.speculation  # noqa: B018  refuses an impossible tree now
+
+    @property
+    def speculation(self) -> Speculation:
+        """The tree of the evaluation."""
+        num_steps, topk, num_draft_tokens = self.tree
+        return Speculation(num_steps, topk, num_draft_tokens)
+
+    def _least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise ConfigError("out of range", where=name, found=value, expected=f"{least} or more")
+
+    def binding(self) -> dict[str, Any]:
+        """The keys that a resumed run must share, as JSON holds them."""
+        values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The keys of a TOML file; they stand at its top, without sections. Raises ConfigError naming file and key."""
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError("cannot be read", where=path, found=error.strerror) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("not valid TOML", where=path, found=str(error)) from None
+    known = [f.name for f in fields(TrainConfig)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else None
+            raise ConfigError("unknown key", where=path, found=key, expected=f"one of {', '.join(known)}", fix=fix)
+    return values
+
+
+def build(values: Mapping[str, Any], label: Callable[[str], str]) -> TrainConfig:
+    """The run of these keys; numbers may be text, as flags have them. `label` names a key's place in errors.
+
+    Raises ConfigError.
+    """
+    kinds = {f.name: str(f.type) for f in fields(TrainConfig)}
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            made[name] = _converted(kinds[name], value)
+        except (TypeError, ValueError):
+            raise ConfigError("unusable", where=label(name), found=repr(value), expected=kinds[name]) from None
+    if "out" not in made:
+        raise ConfigError("the run needs a folder of its own", where=label("out"))
+    try:
+        return TrainConfig(**made)
+    except ConfigError as error:
+        if error.where in kinds:
+            where = label(str(error.where))
+            raise ConfigError(
+                error.what, where=where, found=error.found, expected=error.expected, fix=error.fix
+            ) from None
+        raise
+
+
+def _converted(kind: str, value: Any) -> Any:
+    kind = kind.removesuffix(" | None")
+    if value is None:
+        return None
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+    if kind == "str":
+        if not isinstance(value, str):
+            raise TypeError
+        return value
+    if kind.startswith("tuple"):
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(int(part) if "int" in kind else str(part) for part in parts)
+    if isinstance(value, bool):
+        raise TypeError
+    number = float(value)
+    if not math.isfinite(number) or (kind == "int" and number != int(number)):
+        raise ValueError
+    return int(number) if kind == "int" else number
