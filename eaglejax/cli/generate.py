@@ -12,9 +12,9 @@ from eaglejax.cli.processes import read_processes, together
 from eaglejax.cli.prompts import read_flags, require_tokenizer, text_flag
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
-from eaglejax.generation import Generation
 
 if TYPE_CHECKING:
+    from eaglejax.generation import Generation
     from eaglejax.cli.session import Session
 
 GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "processes", "run")
