@@ -14,8 +14,8 @@ from eaglejax.cli.settings import read_settings
 from eaglejax.config import Sampling
 
 if TYPE_CHECKING:
-    from eaglejax.generation import Generation
     from eaglejax.cli.session import Session
+    from eaglejax.generation import Generation
 
 GROUPS = ("prompts", "system", "model", "speculation", "sampling", "output", "processes", "run")
 
