@@ -8,8 +8,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
 
-import numpy as np
-
+from eaglejax.capture_probe import settle_capture
 from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
@@ -31,8 +30,6 @@ from eaglejax.wave import Job, Wave
 PLAIN = Speculation(num_steps=0)
 # until a tree is chosen from measured costs, "auto" is this chain
 AUTO = Speculation(num_steps=3, topk=1, num_draft_tokens=4)
-# tokens, and difference in accuracy, that decide between two readings of a draft's capture ids
-PROBE_LEAST, PROBE_MARGIN = 100, 0.01
 Setting = Speculation | Literal["auto"] | None
 
 
@@ -148,7 +145,7 @@ class EagleJaxEngine:
         engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots)
         pair.report.note("speculation", engine._describe(speculation))
         if pair.capture is not None and pair.capture.alternatives:
-            engine._settle_capture()
+            settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
 
     # what was loaded
@@ -372,35 +369,6 @@ class EagleJaxEngine:
         if len(ids) < least:
             raise PromptError("too few tokens", where="token_ids", found=len(ids), expected=f"{least} or more")
         return ids
-
-    def _settle_capture(self) -> None:
-        """Where the config's layer ids can be read in two ways, let the draft's accuracy decide, and say both figures."""
-        pair = self._pair
-        assert pair.capture is not None and pair.draft is not None
-        sample = self._probe_tokens()
-        figures = {}
-        for name, boundaries in pair.capture.alternatives:
-            figures[name] = self._teacher.first_token_accuracy(boundaries, sample)
-        best = max(figures, key=lambda name: figures[name])
-        readings = dict(pair.capture.alternatives)
-        said = "; ".join(f"{name} {readings[name]}: {figures[name]:.1%}" for name in figures)
-        tokens = sum(len(text) - 1 for text in sample)
-        clear = tokens >= PROBE_LEAST and max(figures.values()) - min(figures.values()) > PROBE_MARGIN
-        verdict = "Took" if clear else "NOT DECIDED by this measurement; took"
-        pair.report.warn(
-            f"{pair.capture.source}: position-0 accuracy of the draft over "
-            f"{tokens} tokens: {said}. {verdict} {best}: boundaries {readings[best]}. "
-            f"capture={best!r} or capture={tuple(readings[best])} settles it"
-        )
-        pair.capture = replace(pair.capture, boundaries=readings[best], alternatives=())
-
-    def _probe_tokens(self) -> list[list[int]]:
-        """A few hundred tokens of the target's own making, from seeded sampling after single tokens."""
-        vocab = self._pair.target.config.vocab_size
-        starts = np.random.default_rng(0).integers(0, vocab, 4)
-        asked = Sampling(max_new_tokens=min(80, self.max_len - 1), temperature=1.0, seed=0, ignore_eos=True)
-        answers = self.generate([[int(i)] for i in starts], asked, speculation=None)
-        return [a.prompt_token_ids + a.token_ids for a in answers]
 
 
 def _seeded(jobs: list[Job]) -> list[Job]:

@@ -106,15 +106,20 @@ class RunConfig:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sampling"}
 
 
-def read_tables(path: str | Path) -> Tables:
-    """The sections of a TOML file, its section and key names checked, its values not yet."""
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as it is. Raises ConfigError where it cannot be read, or is none."""
     try:
         with open(path, "rb") as file:
-            tables = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ConfigError("cannot be read", where=path, found=error.strerror) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("not valid TOML", where=path, found=str(error)) from None
+
+
+def read_tables(path: str | Path) -> Tables:
+    """The sections of a TOML file, its section and key names checked, its values not yet."""
+    tables = read_toml(path)
     for section, table in tables.items():
         if section not in KEYS:
             raise _unknown(

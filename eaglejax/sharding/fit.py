@@ -1,7 +1,7 @@
 """Whether what an engine is asked to hold fits its devices: told before anything is allocated, and before a weight is read.
 
-What decides is what will be held for sure, weights and the state of all slots; temporaries are an estimate and only warned about. So
-nothing that would run is refused.
+What decides is weights and the state of all slots that were asked for, though a wave of fewer requests holds less; temporaries are an
+estimate and only warned about.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from eaglejax.config import Sampling
 from eaglejax.engine import EagleJaxEngine
-from eaglejax.errors import ConfigError
+from eaglejax.training.checkpoints import check_same_run
 from eaglejax.training.conversations import HEADER
 
 
@@ -66,15 +66,7 @@ def _resume(file: Path, header: dict[str, Any]) -> int:
         file.write_bytes(json.dumps(header).encode() + b"\n")
         return 0
     found = json.loads(lines[0])
-    differing = sorted(key for key in header.keys() | found.keys() if found.get(key) != header.get(key))
-    if differing:
-        raise ConfigError(
-            "holds answers of another run",
-            where=file,
-            found=", ".join(f"{key} {found.get(key)!r}" for key in differing),
-            expected=", ".join(f"{key} {header.get(key)!r}" for key in differing),
-            fix="use another output folder, or remove the file",
-        )
+    check_same_run(found, header, file)
     if len(whole) < len(raw):
         with open(file, "r+b") as out:
             out.truncate(len(whole))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from eaglejax.config import Speculation
 from eaglejax.errors import ConfigError
+from eaglejax.run_config import read_toml
 
 # keys that may change between a stop and its resume: they change no weight and no acceptance
 FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots")
@@ -121,13 +121,7 @@ class TrainConfig:
 
 def read_file(path: str | Path) -> dict[str, Any]:
     """The keys of a TOML file; they stand at its top, without sections. Raises ConfigError naming file and key."""
-    try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError("cannot be read", where=path, found=error.strerror) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("not valid TOML", where=path, found=str(error)) from None
+    values = read_toml(path)
     known = [f.name for f in fields(TrainConfig)]
     for key in values:
         if key not in known:
