@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
-# the programs run for milliseconds: without this most of a test would be LLVM at work; eight devices for the tests of meshes
+# The programs run for milliseconds: without the first two most of a test would be LLVM at work. Eight devices for the tests of
+# meshes: eight threads that wait for one another, on two busy cores perhaps longer than the 40 s after which XLA ends the process.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
 import jax  # noqa: E402

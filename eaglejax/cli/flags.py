@@ -165,6 +165,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("json", "the plan as one JSON object", "switch"),
         Flag("compile", "compile the real program from shapes to check bytes and collectives; default: on", "switch"),
         Flag(
+            "compile_for", "compile it for a GPU that need not be here: h200, or a file with XLA's description of one"
+        ),
+        Flag(
             "story", "retell, from the plan, how a team's 90 tokens/s became 71, and what would have fixed it", "switch"
         ),
     ),

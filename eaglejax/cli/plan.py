@@ -31,6 +31,7 @@ def main(flags: FlagValues) -> int:
 
     # jax from here on
     from eaglejax.measure.hardware import read_hardware
+    from eaglejax.sharding.absent_gpu import stay_on_cpu
     from eaglejax.sharding.aot import compile_decode, make_devices
     from eaglejax.sharding.plan import MeshSize, Question, make_plan
     from eaglejax.sharding.plan_models import read_models
@@ -44,7 +45,9 @@ def main(flags: FlagValues) -> int:
     if compiling and mesh.devices > MOST_COMPILED:
         compiling = False
         print(f"not compiled: {mesh.devices} devices, and XLA on a CPU bears {MOST_COMPILED}", file=sys.stderr)
-    if compiling:
+    if values["compile_for"]:
+        stay_on_cpu()
+    elif compiling:
         make_devices(mesh.devices)
     hardware = _wrong_usage(lambda: read_hardware(values["hardware"]))
     memory = _scaled(values["device_memory_gb"], 1e9)
@@ -74,7 +77,7 @@ def main(flags: FlagValues) -> int:
     compiled = None
     if refusal is None and compiling:
         print("compiling the decode program ... (--nocompile leaves that out)", file=sys.stderr)
-        compiled = compile_decode(plan)
+        compiled = compile_decode(plan, values["compile_for"])
     if as_json:
         print(json.dumps({**to_json(plan), "compiled": compiled.to_json(plan) if compiled else None}), flush=True)
     elif compiled:
@@ -114,6 +117,7 @@ def _usage(flags: FlagValues) -> dict[str, Any]:
         "mesh": text("mesh", "model=1"),
         "hardware": text("hardware", "h200-nvlink"),
         "dtype": text("dtype", "bfloat16"),
+        "compile_for": text("compile_for"),
     }
     if values["dtype"] not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype: not a compute dtype; found {values['dtype']!r}; expected float32 or bfloat16")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from eaglejax.kernels.select import platform
 from eaglejax.models.layers import project
 from eaglejax.models.packed import PackedWeight
 
@@ -50,19 +51,19 @@ def experts(
         return way(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation).astype(x.dtype)
 
 
-def gather_pays(pairs: int, count: int, platform: str | None = None) -> bool:
+def gather_pays(pairs: int, count: int, device: str | None = None) -> bool:
     """Whether the weights of every pair are gathered.
 
     Arguments:
         pairs: (row, expert) pairs of one pass, those of other devices included.
         count: experts of this device.
-        platform: of the device, by default the one programs run on; a plan asks for another.
+        device: its platform, by default that of the program being traced; a plan asks for another.
 
     On a CPU the loop is faster at every size from one row on (measured: 8 to 128 experts, 1 to 64 rows, widths 64 to
     1024). On an accelerator a skip costs a round trip to the host, so the loop visits every expert there and pays
     once most of them are touched.
     """
-    return (platform or jax.default_backend()) != "cpu" and pairs <= count // 2
+    return (device or platform()) != "cpu" and pairs <= count // 2
 
 
 def _product(pattern: str, x: Array, weight: Array) -> Array:
@@ -100,7 +101,7 @@ def _gathered(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activatio
 
 
 def _looped(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation) -> Float[Array, "n d"]:
-    skip = jax.default_backend() == "cpu"
+    skip = platform() == "cpu"
 
     def visit(expert: Array, total: Array) -> Array:
         chosen = ids == expert

@@ -96,8 +96,11 @@ def _scores(grouped, keys, mask, scale):
     return jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
 
 
-def _mix(weights, rows: KVRows, value_dim: int):
-    values = rows.keys[..., :value_dim] if rows.values is None else rows.values
+def _values(rows: KVRows, value_dim: int):
+    return rows.keys[..., :value_dim] if rows.values is None else rows.values
+
+
+def _mix(weights, values):
     return jnp.einsum(
         "bkgts,bskc->bkgtc",
         weights.astype(values.dtype),
@@ -119,26 +122,23 @@ def _first(
     top = scores.max(-1)
     if sinks is None:
         weights = jnp.exp(scores - top[..., None])
-        return _Softmax(top, weights.sum(-1), _mix(weights, rows, value_dim))
+        return _Softmax(top, weights.sum(-1), _mix(weights, _values(rows, value_dim)))
     sink = sinks.astype(jnp.float32).reshape(grouped.shape[2], grouped.shape[3], 1)
     top = jnp.maximum(top, sink)
     weights = jnp.exp(scores - top[..., None])
-    return _Softmax(top, weights.sum(-1) + jnp.exp(sink - top), _mix(weights, rows, value_dim))
+    return _Softmax(top, weights.sum(-1) + jnp.exp(sink - top), _mix(weights, _values(rows, value_dim)))
 
 
 def _more(state: _Softmax, grouped, rows: KVRows, mask, seen, scale, value_dim) -> _Softmax:
     scores = _scores(grouped, rows.keys, mask, scale)
-    top = jnp.maximum(state.top, scores.max(-1))
+    # An unused row may hold anything, NaN included, and 0 * NaN is NaN. The barrier: a GPU's compiler would else clear the caches of all
+    # layers at the start of a pass and keep every copy until its layer comes, half of the caches once more.
+    top, values = lax.optimization_barrier((jnp.maximum(state.top, scores.max(-1)), _values(rows, value_dim)))
+    clean = jnp.where(seen[:, :, None, None], values, 0)
     shrink = jnp.exp(state.top - top)
     weights = jnp.exp(scores - top[..., None])
-    # an unused row may hold anything, NaN included, and 0 * NaN is NaN
-    keep = seen[:, :, None, None]
-    if rows.values is None:
-        clean = KVRows(jnp.where(keep, rows.keys[..., :value_dim], 0), None)
-    else:
-        clean = KVRows(rows.keys, jnp.where(keep, rows.values, 0))
     return _Softmax(
         top,
         state.total * shrink + weights.sum(-1),
-        state.mixed * shrink[..., None] + _mix(weights, clean, value_dim),
+        state.mixed * shrink[..., None] + _mix(weights, clean),
     )

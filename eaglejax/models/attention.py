@@ -11,7 +11,7 @@ from eaglejax.kernels.tree_attention import tree_attention
 from eaglejax.models.config import GQAConfig
 from eaglejax.models.layers import Linear, RMSNorm, param
 from eaglejax.models.rope import rotate
-from eaglejax.models.rows import KVRows, Step
+from eaglejax.models.rows import KVRows, Step, settled
 from eaglejax.models.split import WHOLE, Over, local_attention
 
 
@@ -58,7 +58,7 @@ class GroupedQueryAttention(nnx.Module):
             keys, values = both[:, :, 0], both[:, :, 1]
             if self.q_norm is not None and self.k_norm is not None:
                 queries, keys = self.q_norm(queries), self.k_norm(keys)
-            own = KVRows(rotate(keys, step.positions, config.rope), values)
+            own = settled(KVRows(rotate(keys, step.positions, config.rope), values))
             mixed = tree_attention(
                 rotate(queries, step.positions, config.rope),
                 joined(earlier, own),

@@ -13,7 +13,7 @@ from eaglejax.models.attention import joined
 from eaglejax.models.config import MLAConfig
 from eaglejax.models.layers import PRECISION, Linear, RMSNorm, param
 from eaglejax.models.rope import rotate
-from eaglejax.models.rows import KVRows, Step
+from eaglejax.models.rows import KVRows, Step, settled
 from eaglejax.models.split import WHOLE, Over, local_attention
 
 
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
             compressed = self.kv_a(x)
             latent = self.kv_a_norm(compressed[..., : config.kv_lora_rank])
             shared = rotate(compressed[..., None, config.kv_lora_rank :], step.positions, config.rope)
-            own = KVRows(jnp.concatenate((latent[:, :, None], shared), axis=-1), None)
+            own = settled(KVRows(jnp.concatenate((latent[:, :, None], shared), axis=-1), None))
             mixed = tree_attention(
                 jnp.concatenate((absorbed, turned), axis=-1),
                 joined(earlier, own),

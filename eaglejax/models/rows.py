@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eaglejax.models.config import GQAConfig, MLAConfig
@@ -36,6 +37,12 @@ class KVRows:
 
     keys: Float[Array, "b n k c"]
     values: Float[Array, "b n k cv"] | None
+
+
+def settled(rows: KVRows) -> KVRows:
+    """The rows, computed once where attention reads them. A GPU's compiler would else keep what they are computed from, several times
+    their size, for every layer until the commit."""
+    return KVRows(*lax.optimization_barrier((rows.keys, rows.values)))
 
 
 def causal_step(lengths: Int[Array, " b"], rows: int) -> Step:

@@ -1,7 +1,8 @@
 """The real decode program of a plan, compiled ahead of time from shapes alone: its exact bytes per device and its collectives.
 
 Nothing is downloaded or allocated. Where the machine has too few devices the mesh is made of virtual CPU devices: arguments, aliases and
-collectives are those of any backend, temporaries are the CPU's own.
+collectives are those of any backend, temporaries are the CPU's own. With `compile_for` the program is compiled for GPUs that need not be
+here, and the temporaries are theirs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from eaglejax.errors import ConfigError
+from eaglejax.kernels.select import compiling_for
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
+from eaglejax.sharding.absent_gpu import absent_gpus
 from eaglejax.sharding.collectives import Collective, by_phase, read_collectives
 from eaglejax.sharding.layout import whole_shape
 from eaglejax.sharding.mesh import AXES, build_mesh
@@ -34,12 +37,13 @@ MOST_PER_LAYER = 2  # after attention, after the MLP
 class Compiled:
     """What the compiled program says, per device.
 
-    `arguments`: bytes of weights, state and scalars. `aliased`: bytes of the state, which is updated in place. `temporary`: as XLA of
-    this `platform` has them. `collectives`: of one cycle. `sampling`: those in branches that only requests with filters take.
-    `seconds`: how long it took.
+    `device`: what it was compiled for. `arguments`: bytes of weights, state and scalars. `aliased`: bytes of the state, which is updated
+    in place. `temporary`: as XLA has them there. `collectives`: of one cycle. `sampling`: those in branches that only requests with
+    filters take. `seconds`: how long it took.
     """
 
     platform: str
+    device: str
     arguments: int
     aliased: int
     temporary: int
@@ -90,6 +94,7 @@ class Compiled:
         }
         return {
             "platform": self.platform,
+            "device": self.device,
             "seconds": round(self.seconds, 1),
             "argument_bytes": self.arguments,
             "updated_in_place_bytes": self.aliased,
@@ -104,15 +109,12 @@ class Compiled:
     def to_text(self, plan: Plan) -> str:
         """For people."""
         devices = plan.question.mesh.devices
-        kind = (
-            f"{devices} virtual CPU devices"
-            if self.platform == "cpu" and devices > 1
-            else f"{devices} x {self.platform}"
-        )
+        virtual = self.platform == "cpu" and devices > 1
+        kind = f"{devices} virtual CPU devices" if virtual else f"{devices} x {self.device}"
         lines = [
             f"The real decode program, compiled for {kind} from shapes alone in {self.seconds:.0f} s:",
             f"  arguments per device {self.arguments:,} bytes, of which {self.aliased:,} are updated in place",
-            f"  temporaries of XLA on this {self.platform}: {self.temporary:,} bytes; {self._beside(plan)}",
+            f"  temporaries of XLA for {self.device}: {self.temporary:,} bytes; {self._beside(plan)}",
         ]
         for title, found in (("", self.collectives), (" (sampling with filters only)", self.sampling)):
             for phase, kinds in by_phase(found).items():
@@ -134,11 +136,13 @@ def make_devices(count: int) -> None:
         pass  # jax runs already: `plan_mesh` says whether its devices are enough
 
 
-def plan_mesh(size: MeshSize) -> Mesh | None:
-    """A mesh of the accelerators where there are enough of them, else of CPU devices; None for one device.
+def plan_mesh(size: MeshSize, absent: list[Any] | None = None) -> Mesh | None:
+    """A mesh of the accelerators where there are enough of them, else of CPU devices; None for one device. `absent`: of these devices.
 
     Raises ConfigError where neither are enough.
     """
+    if absent is not None:
+        return build_mesh(Mesh(np.asarray(absent).reshape(size.data, size.model), AXES))
     if size.devices == 1:
         return None
     devices = jax.devices() if len(jax.devices()) >= size.devices else jax.devices("cpu")
@@ -152,11 +156,17 @@ def plan_mesh(size: MeshSize) -> Mesh | None:
     return build_mesh(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
 
 
-def compile_decode(plan: Plan) -> Compiled:
-    """Lowers and compiles the plan's decode program. Raises ConfigError where there are too few devices."""
+def compile_decode(plan: Plan, compile_for: str | None = None) -> Compiled:
+    """Lowers and compiles the plan's decode program.
+
+    Arguments:
+        compile_for: a GPU that need not be here (`absent_gpu.known_gpus`); None for the devices of this machine.
+
+    Raises ConfigError where there are too few devices, or no compiler for that GPU.
+    """
     begin = time.perf_counter()
     asked, draft = plan.question, plan.draft
-    mesh = plan_mesh(asked.mesh)
+    mesh = plan_mesh(asked.mesh, absent_gpus(compile_for, asked.mesh.devices) if compile_for else None)
     programs = Programs(
         whole(plan.target.local.module, mesh),
         None if draft is None else whole(draft.local.module, mesh),
@@ -167,11 +177,13 @@ def compile_decode(plan: Plan) -> Compiled:
         mesh,
     )
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    compiled = programs.lower_decode(asked.slots).compile(QUICK if platform == "cpu" else None)
+    with compiling_for(platform):
+        compiled = programs.lower_decode(asked.slots).compile(QUICK if platform == "cpu" else None)
     memory: Any = compiled.memory_analysis()
     found = [one for one in read_collectives(compiled.as_text() or "") if one.loops]
     return Compiled(
         platform,
+        f"{compile_for} (compiled without one)" if compile_for else f"this {platform}",
         memory.argument_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

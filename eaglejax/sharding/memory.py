@@ -92,44 +92,72 @@ def program_rows(sizes: Sizes) -> dict[str, Rows]:
 def temporary_bytes(sizes: Sizes, rows: Rows, packed_dense: int) -> dict[str, int]:
     """Arrays of one program that are live together, by part. An estimate.
 
+    caches: see `_relaid`;
     kept until the commit: every layer's own rows, and the captured states, which exist twice while they are joined;
     stream: the residual stream, its normed copy and a layer's result;
-    largest step: the greatest of one layer's attention (queries, scores over the whole cache in float32 and as weights, the result in
-        float32, one layer's values with unused rows cleared), one layer's MLP or experts (one expert at a time, or, for few rows,
-        the weights of every row's experts gathered), the vocabulary's scores, the draft's scores. `packed_dense`: the largest packed
-        weight that is dequantised whole, which a step may need beside them.
+    largest step: the greatest of one layer's attention, of the target or the draft (`_attention`), one layer's MLP or experts, a weight
+        dequantised, the vocabulary's scores, the draft's scores.
+
+    Arguments:
+        packed_dense: bytes of the largest packed weight that is dequantised whole (experts are widened one at a time).
     """
-    target, item, width = sizes.target, sizes.itemsize, sizes.target.hidden_size
+    target, draft, item, width = sizes.target, sizes.draft, sizes.itemsize, sizes.target.hidden_size
     own = rows.run * item * sum(row_values(layer.attention) for layer in target.layers)
     captured = 2 * rows.run * sizes.captures * width * item
     steps = {
-        "attention": max(_attention(layer.attention, rows, sizes) for layer in target.layers),
+        "attention": max(_attention(layer.attention, rows.run, rows.per_slot, sizes) for layer in target.layers),
         "MLP": max(_mlp(layer.mlp, rows.run, sizes) for layer in target.layers),
-        # logits, then scaled and filtered, then with noise
-        "logits": 3 * rows.scored * target.vocab_size * 4,
+        "a weight dequantised": packed_dense,
+        # logits, logits by temperature, random bits, noise
+        "logits": 4 * rows.scored * target.vocab_size * 4,
     }
-    if sizes.draft is not None and sizes.spec.num_steps:
-        steps["draft logits"] = 3 * rows.drafted * sizes.draft.draft_vocab_size * 4
+    if draft is not None and sizes.spec.num_steps:
+        # the draft extends its cache by the rows of a step, or by what waited since the last cycle
+        per_slot = max(sizes.spec.topk, sizes.pending) if rows.drafted else rows.per_slot
+        steps["draft attention"] = max(
+            _attention(layer.attention, sizes.slots * per_slot, per_slot, sizes) for layer in draft.layers
+        )
+        steps["draft logits"] = 4 * rows.drafted * draft.draft_vocab_size * 4
     largest = max(steps, key=lambda name: steps[name])
     return {
+        "caches in the compiler's layout": _relaid(sizes),
         "rows and captures until the commit": own + captured,
         "residual stream": 3 * rows.run * width * item,
         f"largest step ({largest})": steps[largest],
-        "a weight dequantised": packed_dense,
     }
 
 
-def _attention(attention: GQAConfig | MLAConfig, count: Rows, sizes: Sizes) -> int:
-    item, rows, span = sizes.itemsize, count.run, sizes.max_len + count.per_slot
+def _relaid(sizes: Sizes) -> int:
+    """With several slots and key/value heads a GPU's compiler wants positions next to widths, and keeps the caches in that layout while
+    the loop runs: all of them once more, copied at the start and the end of every call."""
+    if sizes.platform == "cpu" or sizes.slots == 1:
+        return 0
+    draft = sizes.draft.layers if sizes.draft is not None and sizes.spec.num_steps else ()
+    several = lambda attention: isinstance(attention, GQAConfig) and attention.kv_heads > 1
+    layers = tuple(layer for layer in (*sizes.target.layers, *draft) if several(layer.attention))
+    return cache_bytes(layers, sizes.slots, sizes.max_len, sizes.itemsize)
+
+
+def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes: Sizes) -> int:
+    """One layer's: queries, then the greater of scores beside weights, and of weights beside the values with unused rows cleared and the
+    parts of the result that are summed over the cache."""
+    item, span, heads = sizes.itemsize, sizes.max_len + per_slot, attention.heads
     if isinstance(attention, MLAConfig):
-        keys, values, kept = attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank, attention.kv_lora_rank
+        keys, values, kv_heads = attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank, 1
     else:
         keys = values = attention.head_dim
-        kept = attention.kv_heads * attention.head_dim
-    queries = 2 * rows * attention.heads * keys * item
-    scores = rows * attention.heads * span * (4 + item)
-    mixed = 2 * rows * attention.heads * values * 4
-    return queries + scores + mixed + sizes.slots * sizes.max_len * kept * item
+        kv_heads = attention.kv_heads
+    cleared = sizes.slots * sizes.max_len * kv_heads * values * item
+    weights, scores = rows * heads * span * item, rows * heads * span * 4
+    parts = splits_of(sizes.slots * kv_heads, per_slot * heads // kv_heads, values) * rows * heads * values * 4
+    return 2 * rows * heads * keys * item + max(scores + weights, cleared + weights + parts)
+
+
+def splits_of(products: int, height: int, width: int) -> int:
+    """Parts into which a GPU's compiler cuts the long sum of a batch of `products` products of [height, width], so that their tiles fill
+    the card's 132 cores: as seen in programs compiled for an H200 (32 for 4 products of [32, 128], 8 for 64 of [4, 128])."""
+    tiles = products * -(-height // 64) * -(-width // 128)
+    return max(8, 1 << (max(132 // tiles, 1).bit_length() - 1))
 
 
 def _mlp(mlp: DenseConfig | MoEConfig, rows: int, sizes: Sizes) -> int:
@@ -138,10 +166,10 @@ def _mlp(mlp: DenseConfig | MoEConfig, rows: int, sizes: Sizes) -> int:
         return 3 * rows * mlp.width * item
     pairs = rows * mlp.topk
     if gather_pays(pairs, mlp.experts, sizes.platform):
-        # gate and up of every pair's expert; down is gathered once these are spent, into the same space
-        return pairs * (2 * mlp.width * width * item + 3 * mlp.width * 4 + width * 4)
-    # every row through one expert at a time, the sum in float32, and that expert's weights when they are taken out of the stack
-    return rows * (3 * mlp.width * 4 + 2 * width * 4) + 3 * mlp.width * width * item
+        # the weights of the pairs' experts are read where they are multiplied, no copy of them is made
+        return pairs * (3 * mlp.width * 4 + width * 4)
+    # every row through one expert at a time, the sum in float32, and that expert's gate and up when they are taken out of the stack
+    return rows * (3 * mlp.width * 4 + 2 * width * 4) + 2 * mlp.width * width * item
 
 
 def total(parts: dict[str, int]) -> int:
