@@ -21,6 +21,7 @@ from eaglejax.sharding.mesh import build_mesh
 from eaglejax.sharding.processes import agree, from_first, in_step, telling
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.teacher import Teacher
 from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
@@ -58,8 +59,16 @@ def _tree(asked: Setting, drafted: bool) -> Speculation:
 class EagleJaxEngine:
     """Decodes with a target model and, where one is given, an EAGLE-3 draft. Made by `from_pretrained`."""
 
-    def __init__(self, pair: Pair, *, speculation: Setting = "auto", max_len: int = 2048, slots: int = 4):
-        self._pair, self.max_len, self.slots = pair, max_len, slots
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        speculation: Setting = "auto",
+        max_len: int = 2048,
+        slots: int = 4,
+        simulated: SimulatedAcceptance | None = None,
+    ):
+        self._pair, self.max_len, self.slots, self.simulated = pair, max_len, slots, simulated
         self.speculation = self._checked(speculation)
         self._programs: dict[Speculation, Programs] = {}
         self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
@@ -147,6 +156,14 @@ class EagleJaxEngine:
         if pair.capture is not None and pair.capture.alternatives:
             settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
+
+    def variant(self, *, slots: int | None = None, simulated: SimulatedAcceptance | None = None) -> EagleJaxEngine:
+        """The same pair, tree and max_len served with other slots, or with acceptance simulated: weights are shared, programs and caches
+        are its own. For measurements: what an engine with `simulated` answers is no text of the target's."""
+        slots = self.slots if slots is None else whole_number("slots", slots, 1)
+        return EagleJaxEngine(
+            self._pair, speculation=self.speculation, max_len=self.max_len, slots=slots, simulated=simulated
+        )
 
     # what was loaded
 
@@ -338,7 +355,14 @@ class EagleJaxEngine:
         if spec not in self._programs:
             boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
             self._programs[spec] = Programs(
-                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype, self._pair.mesh
+                self._pair.target,
+                self._pair.draft,
+                boundaries,
+                spec,
+                self.max_len,
+                self._pair.dtype,
+                self._pair.mesh,
+                self.simulated,
             )
         return self._programs[spec]
 

@@ -19,6 +19,7 @@ from eaglejax.sharding.layout import place, shapes_on, weight_specs
 from eaglejax.sharding.mesh import DATA, axis_size
 from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, Request, State, new_state
 
 # One prefill program per bucket: a prompt is cut into the largest that fit, the rest padded up to the smallest that holds it.
@@ -47,6 +48,7 @@ class Programs:
     """Prefill and decode for one pair of models and one tree; on a mesh, every device runs the whole loop on its own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
+    `simulated`: how much to accept in place of what the target draws; for measurements with random weights.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Programs:
         max_len: int,
         dtype: DTypeLike,
         mesh: Mesh | None = None,
+        simulated: SimulatedAcceptance | None = None,
     ):
         self.spec, self.max_len, self.dtype, self.mesh = spec, max_len, dtype, mesh
         self.boundaries = boundaries if spec.num_steps else ()
@@ -83,7 +86,7 @@ class Programs:
 
         def decode(arrays, state, max_cycles, ended):
             state = replace(state, done=state.done | ended)
-            return loop.decode(models(arrays), state, spec, max_cycles)
+            return loop.decode(models(arrays), state, spec, max_cycles, simulated)
 
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype)
