@@ -69,7 +69,7 @@ class EagleJaxEngine:
         simulated: SimulatedAcceptance | None = None,
     ):
         self._pair, self.max_len, self.slots, self.simulated = pair, max_len, slots, simulated
-        self.speculation = self._checked(speculation)
+        self.speculation = self.check_speculation(speculation)
         self._programs: dict[Speculation, Programs] = {}
         self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
 
@@ -166,6 +166,11 @@ class EagleJaxEngine:
         )
 
     # what was loaded
+
+    @property
+    def pair(self) -> Pair:
+        """The models behind this engine, their dtype and mesh: for instruments."""
+        return self._pair
 
     @property
     def load_report(self) -> LoadReport:
@@ -322,10 +327,8 @@ class EagleJaxEngine:
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
 
-    # inner parts
-
-    def _checked(self, speculation: Setting) -> Speculation:
-        """The tree a setting stands for, refused where this pair cannot grow it."""
+    def check_speculation(self, speculation: Setting) -> Speculation:
+        """The tree that a setting stands for. Raises ConfigError where this pair cannot grow it."""
         draft = self._pair.draft
         spec = _tree(speculation, draft is not None)
         if spec.num_steps == 0:
@@ -337,8 +340,10 @@ class EagleJaxEngine:
         check_tree(spec, draft.config.draft_vocab_size)
         return spec
 
+    # inner parts
+
     def _setting(self, speculation: Override) -> Speculation:
-        return self.speculation if isinstance(speculation, _Own) else self._checked(speculation)
+        return self.speculation if isinstance(speculation, _Own) else self.check_speculation(speculation)
 
     def _describe(self, asked: Setting) -> str:
         if asked == "auto" and self.speculation is not PLAIN:

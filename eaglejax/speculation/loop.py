@@ -40,9 +40,7 @@ def decode(
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-def cycle(
-    models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None
-) -> State:
+def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None) -> State:
     """One round. Plain decoding is the same round with a tree of nothing but the root.
 
     `simulated`: for measurements of models with random weights, how much to accept in place of what the target drew.

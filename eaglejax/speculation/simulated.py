@@ -52,9 +52,7 @@ class SimulatedAcceptance:
             total += reached
         return total
 
-    def accept(
-        self, tree: Tree, root_positions: Int[Array, " b"], seed: UInt32[Array, "b 2"], steps: int
-    ) -> Accepted:
+    def accept(self, tree: Tree, root_positions: Int[Array, " b"], seed: UInt32[Array, "b 2"], steps: int) -> Accepted:
         """The path to a node as deep as the draw says; the first such node, or the deepest above it where the tree is shallower.
 
         The draw is a function of the request's seed and the root's position alone, so a run can be repeated.

@@ -42,5 +42,8 @@ def test_a_variant_has_its_own_slots(grouped):
 def test_on_a_mesh_as_on_one_device(random_pairs, grouped):
     simulated, spec = SimulatedAcceptance((0.8, 0.5)), Speculation(4, 1, 5)
     meshed = pairs.load(*random_pairs["qwen3_moe"], mesh="data=2")
-    one, other = (pairs.counts(e.variant(simulated=simulated).generate(PROMPTS, ASKED, speculation=spec)) for e in (grouped, meshed))
+    one, other = (
+        pairs.counts(e.variant(simulated=simulated).generate(PROMPTS, ASKED, speculation=spec))
+        for e in (grouped, meshed)
+    )
     assert one == other
