@@ -59,7 +59,7 @@ def _head(result: BenchResult) -> str:
         f"{environment_line(result.environment)}",
         f"prompts {', '.join(settings['prompts'])} ({spread} of each), {settings['max_new_tokens']} new tokens at most, "
         f"{'chat template' if settings['chat_template'] else 'no chat template'}, seed {settings['seed']}; "
-        f"{settings['repeats']} repeats in turn after {settings['warm_up_turns']} turns of warm-up",
+        f"repeats in turn: {settings['repeats']}, turns of warm-up before them: {settings['warm_up_turns']}",
     ]
     if note := simulated_note(result.simulated):
         lines.insert(0, f"{note}: times are real, tau, ratios and tokens are not those of a draft")
