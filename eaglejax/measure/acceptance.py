@@ -52,6 +52,6 @@ class Acceptance:
         return share(self.accepted, self.cycles)
 
 
-def share(part: float, whole: float) -> float:
+def share(part: int | float, whole: int | float) -> float:
     """part / whole; NaN of nothing."""
     return part / whole if whole else math.nan

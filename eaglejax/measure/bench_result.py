@@ -159,7 +159,7 @@ def verdict(group: Sequence[CellResult]) -> str:
     """In words, for one prompt set, number of slots and temperature."""
     prompts, slots, temperature = group[0].cell.group
     where = f"{prompts}, {slots} slot{'s' if slots > 1 else ''}, temperature {temperature:g}: "
-    simulated = " (SIMULATED acceptance)" if group[0].simulated else ""
+    simulated = " (SIMULATED acceptance)" if group[-1].simulated else ""
     if len(group) == 1:
         return f"{where}only plain decoding was measured"
     found = best(group)
