@@ -172,6 +172,10 @@ class EagleJaxEngine:
         """The models behind this engine, their dtype and mesh: for instruments."""
         return self._pair
 
+    def programs(self, speculation: Setting) -> Programs:
+        """The compiled programs of a tree: for instruments. Raises as `check_speculation` does."""
+        return self._programs_for(self.check_speculation(speculation))
+
     @property
     def load_report(self) -> LoadReport:
         """What was loaded, captured, borrowed, converted and assumed, in plain words."""

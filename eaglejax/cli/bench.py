@@ -34,6 +34,11 @@ def main(flags: FlagValues) -> int:
     grid = _grid(flags, settings, shape=shape, drafted=drafted)
     numbers = _numbers(flags)
     rates = _rates(flags)
+    if settings.sampling.max_new_tokens < 2:
+        raise UsageError(
+            "--max_new_tokens: the first token comes from the prefill, so nothing would be decoded; "
+            f"found {settings.sampling.max_new_tokens}; expected 2 or more"
+        )
     if rates and not grid.trees:
         raise UsageError("--simulate_acceptance: acceptance belongs to a tree, and only plain decoding is measured")
     folder, table = given(flags, "plots"), given(flags, "csv")
@@ -69,6 +74,7 @@ def main(flags: FlagValues) -> int:
         simulated,
         draft_name,
         random_weights=shape,
+        phases=bool(flags["phases"].value),
     )
     with progress("bench", runs_of(question), silent_until_done=True) as advance:
         result = run_bench(engine, question, done=lambda cell: advance(1))

@@ -185,6 +185,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("seed", "of every request, and of random prompts and weights; default 0"),
         Flag("ignore_eos", "run on past the model's end-of-text tokens", "switch"),
         Flag("repeats", "timed turns of every cell; default 3"),
+        Flag("phases", "time drafting and verification by themselves too; compiles two more programs a cell", "switch"),
         Flag("warm_up", "turns of a few tokens before them; default 1"),
         Flag(
             "simulate_acceptance",

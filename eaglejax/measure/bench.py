@@ -6,6 +6,7 @@ time. Compilation is timed apart (`compile_clock.py`) and taken out of whatever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from eaglejax.measure.bench_result import BenchResult, CellResult
 from eaglejax.measure.bench_run import Run, fill_waves, run_once
 from eaglejax.measure.compile_clock import CompileClock
 from eaglejax.measure.environment import describe_environment
+from eaglejax.measure.phases import measure_phases
 from eaglejax.measure.prompt_sets import RANDOM, Prompt, read_prompts
 from eaglejax.measure.timing import alternate
 from eaglejax.speculation.simulated import SimulatedAcceptance
@@ -46,7 +48,7 @@ class Question:
     `limit`: prompts of each set, spread over it; 0: all. `sampling`: of every request but for the temperature, which is the grid's; its
     seed makes tokens comparable. `repeats`: turns that are timed. `warm_up`: turns before them, of a few tokens. `chat`: see
     `prompt_sets.read_prompts`. `simulated`: acceptance made up; then answers run on past EOS, which means nothing in such text.
-    `draft_name`, `random_weights`: for the report.
+    `draft_name`, `random_weights`: for the report. `phases`: measure draft and verification by themselves too.
     """
 
     grid: Grid
@@ -58,6 +60,7 @@ class Question:
     simulated: SimulatedAcceptance | None = None
     draft_name: str | None = None
     random_weights: bool = False
+    phases: bool = False
 
     def settings(self, engine: EagleJaxEngine) -> dict[str, Any]:
         """For the report."""
@@ -195,7 +198,7 @@ def _measure(
     skipped = []
     for cell in cells:
         try:
-            warm[cell] = sum(run(cell, short).compile_seconds for _ in range(question.warm_up))
+            warm[cell] = math.fsum(run(cell, short).compile_seconds for _ in range(question.warm_up))
         except JaxRuntimeError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
@@ -204,9 +207,10 @@ def _measure(
         return [], [*skipped, *(Skipped(cell.describe(), "nothing to compare with") for cell in cells if cell in warm)]
     runs = alternate({cell: lambda cell=cell: run(cell, asked) for cell in warm}, repeats=question.repeats, warm_up=0)
     rates = tuple(question.simulated.rates) if question.simulated else None
-    plain = CellResult(cells[0], tuple(runs[cells[0]]), names, None, warm[cells[0]])
+    split = lambda cell: measure_phases(engine, ids, asked, cell.spec) if question.phases else None
+    plain = CellResult(cells[0], tuple(runs[cells[0]]), names, None, warm[cells[0]], None, split(cells[0]))
     others = [cell for cell in warm if cell is not cells[0]]
-    return [plain, *(CellResult(c, tuple(runs[c]), names, plain, warm[c], rates) for c in others)], skipped
+    return [plain, *(CellResult(c, tuple(runs[c]), names, plain, warm[c], rates, split(c)) for c in others)], skipped
 
 
 def _warnings(question: Question, results: Sequence[CellResult]) -> list[str]:

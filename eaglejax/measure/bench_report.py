@@ -33,7 +33,7 @@ LEFT = {0, 3, 11}  # columns of words
 
 def to_text(result: BenchResult) -> str:
     """For people: the environment, the table, acceptance by level, the best tree of each batch, warnings, definitions."""
-    parts = [_head(result), _table(result), _levels(result), "\n".join(map(verdict, result.groups()))]
+    parts = [_head(result), _table(result), _levels(result), _phases(result), "\n".join(map(verdict, result.groups()))]
     if result.skipped:
         parts.append("\n".join(["Skipped:", *(f"  {one.cell}: {one.reason}" for one in result.skipped)]))
     if result.warnings:
@@ -120,6 +120,17 @@ def _levels(result: BenchResult) -> str:
     return "\n".join([f"Accepted at level 1, 2, .. in %{simulated}:", *lines]) if lines else ""
 
 
+def _phases(result: BenchResult) -> str:
+    """Draft, verification and the rest of every cell of which they were measured."""
+    lines = [
+        f"  {cell.cell.describe()}: draft {cell.phases.draft:.2f}, verify {cell.phases.verify:.2f}, "
+        f"other {cell.cycle_ms.median - cell.phases.draft - cell.phases.verify:.2f} of {cell.cycle_ms.median:.2f}"
+        for cell in result.cells
+        if cell.phases is not None
+    ]
+    return "\n".join(["Phases of a cycle in ms:", *lines]) if lines else ""
+
+
 def _percents(shares: Iterable[float]) -> str:
     return " ".join("-" if math.isnan(x) else f"{100 * x:.0f}" for x in shares)
 
@@ -163,6 +174,8 @@ def _cell(result: CellResult) -> dict[str, Any]:
         "ratio_to_plain": result.ratio.to_json(),
         "acceptance": _acceptance(result.acceptance),
         "cycle_ms": result.cycle_ms.to_json(),
+        "draft_ms": None if result.phases is None else result.phases.draft,
+        "verify_ms": None if result.phases is None else result.phases.verify,
         "predicted_tokens_per_second": result.predicted_tokens_per_second,
         "first_token_ms": result.first_token_ms.to_json(),
         "compile_seconds": result.compile_seconds,
@@ -235,6 +248,8 @@ def _csv_row(result: CellResult) -> dict[str, Any]:
         "tau": found.tau,
         "accepted_by_level_of_all_cycles": several(found.unconditional),
         "accepted_by_level_of_cycles_that_reach_it": several(found.conditional),
+        "draft_ms": None if result.phases is None else result.phases.draft,
+        "verify_ms": None if result.phases is None else result.phases.verify,
         "compile_seconds": result.compile_seconds,
         "tokens": _compared(result),
         "repeated_answers": len(result.repeated),

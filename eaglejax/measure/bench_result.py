@@ -12,6 +12,7 @@ from eaglejax.measure import acceptance
 from eaglejax.measure.acceptance import Acceptance, share
 from eaglejax.measure.bench_grid import Cell, Skipped
 from eaglejax.measure.bench_run import Run
+from eaglejax.measure.phases import Phases
 from eaglejax.measure.repetition import mostly_repeated
 from eaglejax.measure.timing import Spread
 
@@ -21,6 +22,7 @@ DEFINITIONS = {
     "ratio": "tokens/s over those of plain decoding in the same turn; median (min-max)",
     "tau": acceptance.TAU,
     "ms/cycle": "decoding over rounds of the compiled loop, all slots together; median",
+    "draft, verify": "ms of a round of each in a compiled loop of its own, at the prompts' length; other: ms/cycle less both (--phases)",
     "tau/cycle": "tokens/s that tau, the mean live slots and ms/cycle make; above the measured by what a stop or the budget cuts off",
     "first token": "milliseconds from asking a wave of requests to its first tokens (prefill); median over waves",
     "compile": "seconds of tracing and compiling, warm-up included; in no other figure",
@@ -46,7 +48,7 @@ class Difference:
 @dataclass(frozen=True)
 class CellResult:
     """A cell's runs. `names`: the prompt of each answer. `plain`: the group's plain decoding; None in that cell itself.
-    `warm_up_compile`: seconds. `simulated`: rates of acceptance that were made up, by level."""
+    `warm_up_compile`: seconds. `simulated`: rates of acceptance that were made up, by level. `phases`: where they were asked for."""
 
     cell: Cell
     runs: tuple[Run, ...]
@@ -54,6 +56,7 @@ class CellResult:
     plain: CellResult | None
     warm_up_compile: float
     simulated: tuple[float, ...] | None = None
+    phases: Phases | None = None
 
     @cached_property
     def tokens_per_second(self) -> Spread:

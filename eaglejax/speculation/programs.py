@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -77,6 +78,7 @@ class Programs:
             merged = nnx.merge(draft_graph, draft_state) if draft_graph is not None else None
             return Models(nnx.merge(target_graph, target_state), merged, self.boundaries)
 
+        self._models = models
         self._state_specs = state_specs(Models(target, draft if draft_graph is not None else None, self.boundaries))
         weights = [spec for state in states if state is not None for spec in weight_specs(state)]
         self._weight_specs = weights
@@ -149,6 +151,17 @@ class Programs:
     def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
         """Up to `max_cycles` cycles; slots marked in `ended` are done first."""
         return self._decode(self.arrays, state, self._scalar(max_cycles), place(ended, self.mesh, P(DATA)))
+
+    def custom(self, function: Callable[[Models, State], State]) -> Callable[[State], State]:
+        """A program of this pair that is no part of decoding, for instruments: one phase over and over, say. The state is donated."""
+        run = on_mesh(
+            self.mesh,
+            lambda arrays, state: function(self._models(arrays), state),
+            (self._weight_specs, self._state_specs),
+            self._state_specs,
+            donate_argnums=1,
+        )
+        return lambda state: run(self.arrays, state)
 
     def _scalar(self, value: int) -> Int[Array, ""]:
         return place(np.int32(value), self.mesh)

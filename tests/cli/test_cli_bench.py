@@ -100,6 +100,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape, monkeypatch, capsys):
         (["--limit=-1"], 2, "--limit: out of range; found -1"),
         (["--num_steps=0", "--simulate_acceptance=0.5"], 2, "acceptance belongs to a tree"),
         (["--simulate_acceptance=0.5,2"], 2, "--simulate_acceptance: out of range; found 2"),
+        (["--max_new_tokens=1"], 2, "--max_new_tokens: the first token comes from the prefill"),
         (["--max_new_tokens=x"], 2, "--max_new_tokens: not a whole number"),
         (["--csv=/nowhere/at/all.csv"], 1, "csv: /nowhere/at/all.csv: cannot be written"),
         (["--coordinator=a:1"], 2, "Unknown command line flag 'coordinator'"),

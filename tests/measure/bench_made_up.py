@@ -9,6 +9,7 @@ from eaglejax.generation import Stats
 from eaglejax.measure.bench_grid import PLAIN, Cell, Skipped
 from eaglejax.measure.bench_result import BenchResult, CellResult
 from eaglejax.measure.bench_run import Run
+from eaglejax.measure.phases import Phases
 
 NAMES = ("qa[0]", "qa[5]")
 TEXT = list(range(100, 125))
@@ -34,7 +35,13 @@ def result(simulated: tuple[float, ...] | None = None, **changes: Any) -> BenchR
     plain = CellResult(cell(PLAIN), (run(ones, 4.0), run(ones, 4.0)), NAMES, None, 1.5)
     counts = [[3, 0, 1, 5] + [1] * 6, [2] * 10]
     chain = CellResult(
-        cell(CHAIN), (run(counts, 2.0), run(counts, 8 / 3, compiling=0.25)), NAMES, plain, 2.5, simulated
+        cell(CHAIN),
+        (run(counts, 2.0), run(counts, 8 / 3, compiling=0.25)),
+        NAMES,
+        plain,
+        2.5,
+        simulated,
+        Phases(30.0, 60.0),
     )
     other = run([[1] * 12, [2] * 8], 8.0, [TEXT, [*TEXT[:7], 5]])
     tree = CellResult(cell(TREE), (other, other), NAMES, plain, 3.0, simulated)

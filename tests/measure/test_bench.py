@@ -36,6 +36,16 @@ def prompts(tmp_path_factory) -> str:
     return str(file)
 
 
+def test_phases_of_a_cycle(engine, prompts):
+    found = run_bench(engine, question(prompts, CHAIN, warm_up=0, phases=True))
+    plain, chain = found.cells
+    assert plain.phases is not None and plain.phases.draft == 0 and plain.phases.verify > 0
+    assert chain.phases is not None and chain.phases.draft > 0 and chain.phases.verify > 0
+    # what was timed changed no answer
+    again = run_bench(engine, question(prompts, CHAIN, warm_up=0))
+    assert [a.token_ids for a in chain.runs[0].answers] == [a.token_ids for a in again.cells[1].runs[0].answers]
+
+
 def question(prompts: str, *trees: Speculation, **changes) -> Question:
     grid = Grid((prompts,), trees, (2,), (0.8,))
     return Question(grid, ASKED, limit=0, repeats=2, draft_name="small", **changes)
@@ -59,6 +69,10 @@ def test_plain_and_speculative_in_one_run(engine, prompts):
     assert said["settings"]["warm_up_turns"] == 1 and said["settings"]["slots"] == [2]
     assert said["environment"]["dtype"] == "float32" and said["environment"]["versions"]["jax"]
     assert "same" in to_text(found) and not found.warnings
+
+
+def test_trial_37_the_plain_row_is_the_plain_mode(engine):
+    assert engine.programs(None) is engine.programs(Speculation(num_steps=0)) is engine.programs(PLAIN)
 
 
 def test_without_warm_up_compilation_is_still_in_no_rate(engine, prompts):

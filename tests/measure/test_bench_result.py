@@ -79,7 +79,8 @@ def test_text_says_everything():
         "prompts qa (2 of each), 25 new tokens at most, chat template, seed 0",
         "plain  12.0 (12.0-12.0)", "5,1,6  21.0 (18.0-24.0)  1.75 (1.50-2.00)  2.75", "  same", "differ: qa[5] token 7: 5 for 107",
         "qa, 1 slots, temperature 0, 2,2,6: of all 100 40; of reaching 100 40", "best is 5,1,6",
-        "every cell of the tree 1,2,9: num_draft_tokens", "warning: something", "bonus token included", "no compilation",
+        "every cell of the tree 1,2,9: num_draft_tokens", "warning: something",
+        "5,1,6: draft 30.00, verify 60.00, other 26.67 of 116.67", "bonus token included", "no compilation",
     ):  # fmt: skip
         assert part in text, part
     assert "SIMULATED" not in text
