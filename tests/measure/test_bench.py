@@ -9,15 +9,14 @@ import pytest
 
 from eaglejax import EagleJaxEngine, Sampling, Speculation
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.measure import bench_fit
-from eaglejax.measure.bench import RANDOM_WARNING, Question, run_bench, runs_of
-from eaglejax.measure.bench_grid import PLAIN, Grid
+from eaglejax.measure import bench, bench_fit
+from eaglejax.measure.bench import Question, run_bench, runs_of
+from eaglejax.measure.bench_grid import PLAIN, Cell, Grid
 from eaglejax.measure.bench_report import to_json, to_text
 from eaglejax.sharding.fit import Pool
 from eaglejax.speculation.simulated import SimulatedAcceptance
 
 CHAIN = Speculation(3, 1)
-WIDE = Speculation(1, 64)  # more children than this draft has tokens, or not
 ASKED = Sampling(max_new_tokens=12, seed=3, ignore_eos=True)
 
 
@@ -36,23 +35,13 @@ def prompts(tmp_path_factory) -> str:
     return str(file)
 
 
-def test_phases_of_a_cycle(engine, prompts):
-    found = run_bench(engine, question(prompts, CHAIN, warm_up=0, phases=True))
-    plain, chain = found.cells
-    assert plain.phases is not None and plain.phases.draft == 0 and plain.phases.verify > 0
-    assert chain.phases is not None and chain.phases.draft > 0 and chain.phases.verify > 0
-    # what was timed changed no answer
-    again = run_bench(engine, question(prompts, CHAIN, warm_up=0))
-    assert [a.token_ids for a in chain.runs[0].answers] == [a.token_ids for a in again.cells[1].runs[0].answers]
-
-
 def question(prompts: str, *trees: Speculation, **changes) -> Question:
     grid = Grid((prompts,), trees, (2,), (0.8,))
     return Question(grid, ASKED, limit=0, repeats=2, draft_name="small", **changes)
 
 
 def test_plain_and_speculative_in_one_run(engine, prompts):
-    asked, runs = question(prompts, CHAIN), []
+    asked, runs = question(prompts, CHAIN, phases=True), []
     found = run_bench(engine, asked, done=runs.append)
     plain, chain = found.cells
     assert [cell.spec for cell in runs] == [PLAIN, CHAIN] * 3 and len(runs) == runs_of(asked)  # they take turns
@@ -62,6 +51,8 @@ def test_plain_and_speculative_in_one_run(engine, prompts):
     # what the engine says by itself
     alone = engine.variant(slots=2).generate([[5, 9, 100, 3], [7]], Sampling(**{**vars(ASKED), "temperature": 0.8}))
     assert [a.token_ids for a in chain.runs[0].answers[:2]] == [a.token_ids for a in alone]
+    assert plain.phases is not None and plain.phases.draft == 0 and plain.phases.verify > 0
+    assert chain.phases is not None and chain.phases.draft > 0 and chain.phases.verify > 0
     # compilation: in the warm-up, told apart, and nowhere else
     assert plain.warm_up_compile > 0 and chain.warm_up_compile > 0
     assert all(run.decode_tokens == 4 * 11 and run.decode_seconds > 0 for cell in found.cells for run in cell.runs)
@@ -73,15 +64,6 @@ def test_plain_and_speculative_in_one_run(engine, prompts):
 
 def test_trial_37_the_plain_row_is_the_plain_mode(engine):
     assert engine.programs(None) is engine.programs(Speculation(num_steps=0)) is engine.programs(PLAIN)
-
-
-def test_without_warm_up_compilation_is_still_in_no_rate(engine, prompts):
-    found = run_bench(engine, question(prompts, warm_up=0))
-    first, second = found.cells[0].runs
-    assert found.cells[0].warm_up_compile == 0
-    assert first.compile_seconds > 0 and second.compile_seconds == 0
-    # compiling takes longer than a dozen steps of this model
-    assert first.decode_seconds + sum(first.first_token) < first.compile_seconds + second.decode_seconds * 50
 
 
 def test_simulated_acceptance(engine, prompts):
@@ -100,6 +82,10 @@ def test_what_cannot_be_measured_is_told_and_the_rest_runs(engine, prompts, monk
     monkeypatch.setattr(bench_fit, "pools_of", lambda devices: [Pool("small", 1, state + temporaries + 100)])
     found = run_bench(engine, question(prompts, CHAIN, warm_up=0))
     assert [cell.cell.spec for cell in found.cells] == [PLAIN]
+    # trial 38: without warm-up compilation is in the first turn, and still in no rate: it takes longer than a dozen steps of this model
+    first, second = found.cells[0].runs
+    assert found.cells[0].warm_up_compile == 0 and first.compile_seconds > 0 and second.compile_seconds == 0
+    assert first.decode_seconds + sum(first.first_token) < first.compile_seconds + 50 * second.decode_seconds
     assert f"does not fit the memory: {more:,} bytes" in found.skipped[0].reason and found.skipped[0].cell.endswith(
         "3,1,4"
     )
@@ -119,10 +105,15 @@ def test_prompts_that_are_too_long_leave_their_set_out(engine, prompts):
         run_bench(engine, Question(asked.grid, Sampling(max_new_tokens=46), warm_up=0))
 
 
-def test_random_prompts_are_warned_of(data):
-    folder = data / "e2e_mixtral"
-    engine = EagleJaxEngine.from_pretrained(str(folder / "target"), max_len=128, slots=1)
-    grid = Grid(("random",), (CHAIN,), (1,), (0.0,))
-    found = run_bench(engine, Question(grid, Sampling(max_new_tokens=2), limit=1, repeats=1, warm_up=0))
-    assert found.warnings == (RANDOM_WARNING,)
-    assert "a tree needs a draft" in found.skipped[0].reason  # a pair that cannot grow it
+def test_random_prompts_are_warned_of():
+    grid = Grid(("random", "qa"), (CHAIN,), (1,), (0.0,))
+    assert bench._warnings(Question(grid, ASKED), []) == [bench.RANDOM_WARNING]
+    assert bench._warnings(Question(grid, ASKED, simulated=SimulatedAcceptance((0.5,))), []) == []
+    assert bench._warnings(Question(grid, ASKED, random_weights=True), []) == [bench.RANDOM_WEIGHTS_WARNING]
+
+
+def test_trees_that_a_pair_cannot_grow(engine, data):
+    cell = lambda *tree: Cell("qa", 1, 0.0, Speculation(*tree))
+    alone = EagleJaxEngine.from_pretrained(str(data / "e2e_mixtral" / "target"), max_len=32, slots=1)
+    assert "a tree needs a draft" in str(bench._ungrowable(alone, cell(3, 1, 4)))
+    assert bench._ungrowable(engine, cell(3, 1, 4)) is None and bench._ungrowable(alone, cell(0, 1, 1)) is None
