@@ -19,6 +19,7 @@ from eaglejax.run_config import RunConfig
 
 if TYPE_CHECKING:
     from eaglejax.engine import EagleJaxEngine
+    from eaglejax.measure.bench_result import BenchResult
 
 GROUPS = ("bench", "bench model", "bench output", "run")
 AXES = ("num_steps", "topk", "num_draft_tokens")
@@ -32,34 +33,16 @@ def main(flags: FlagValues) -> int:
     shape = is_shape(settings.model)
     drafted = settings.draft is not None or (shape and flags["draft"].value is None)
     grid = _grid(flags, settings, shape=shape, drafted=drafted)
-    numbers = _numbers(flags)
-    rates = _rates(flags)
-    if settings.sampling.max_new_tokens < 2:
-        raise UsageError(
-            "--max_new_tokens: the first token comes from the prefill, so nothing would be decoded; "
-            f"found {settings.sampling.max_new_tokens}; expected 2 or more"
-        )
-    if rates and not grid.trees:
-        raise UsageError("--simulate_acceptance: acceptance belongs to a tree, and only plain decoding is measured")
-    folder, table = given(flags, "plots"), given(flags, "csv")
+    numbers, rates = _numbers(flags), _rates(flags)
+    _check_together(settings, grid, rates)
+    _check_inputs(flags, grid)
 
-    # numpy, then jax, from here on
-    from eaglejax.measure.bench_plots import check_plots, draw_plots
-    from eaglejax.measure.prompt_sets import check_set
-
-    for name in grid.prompts:
-        check_set(name)
-    if folder is not None:
-        check_plots(Path(folder))
-    if table is not None:
-        _check_writable(Path(table))
+    # jax from here on
     from eaglejax.cli.compile_cache import use_compile_cache
     from eaglejax.cli.progress import progress
     from eaglejax.measure.bench import Question, run_bench, runs_of
-    from eaglejax.measure.bench_report import to_json, to_text, write_csv
     from eaglejax.speculation.simulated import SimulatedAcceptance
 
-    simulated = SimulatedAcceptance(rates) if rates else None
     use_compile_cache()
     engine, draft_name = _open(settings, grid, flags, shape=shape, seed=numbers["seed"])
     if flags["report"].value:
@@ -67,23 +50,59 @@ def main(flags: FlagValues) -> int:
     question = Question(
         grid,
         replace(settings.sampling, seed=numbers["seed"]),
-        numbers["limit"],
-        numbers["repeats"],
-        numbers["warm_up"],
-        flags["chat"].value is not False,
-        simulated,
-        draft_name,
+        limit=numbers["limit"],
+        repeats=numbers["repeats"],
+        warm_up=numbers["warm_up"],
+        chat=flags["chat"].value is not False,
+        simulated=SimulatedAcceptance(rates) if rates else None,
+        draft_name=draft_name,
         random_weights=shape,
         phases=bool(flags["phases"].value),
     )
     with progress("bench", runs_of(question), silent_until_done=True) as advance:
         result = run_bench(engine, question, done=lambda cell: advance(1))
-    print(json.dumps(to_json(result)) if flags["json"].value else to_text(result), flush=True)
-    if table is not None:
-        write_csv(result, Path(table))
-    for path in draw_plots(result, Path(folder)) if folder is not None else ():
-        print(f"{path}", file=sys.stderr)
+    _tell(flags, result)
     return 0
+
+
+def _check_together(settings: RunConfig, grid: Grid, rates: list[float]) -> None:
+    """Flags that are possible each by itself. Raises UsageError."""
+    if settings.sampling.max_new_tokens < 2:
+        raise UsageError(
+            "--max_new_tokens: the first token comes from the prefill, so nothing would be decoded; "
+            f"found {settings.sampling.max_new_tokens}; expected 2 or more"
+        )
+    if rates and not grid.trees:
+        raise UsageError("--simulate_acceptance: acceptance belongs to a tree, and only plain decoding is measured")
+
+
+def _check_inputs(flags: FlagValues, grid: Grid) -> None:
+    """Refuse, before anything is loaded, prompt sets that are not there and outputs that could not be written."""
+    from eaglejax.measure.prompt_sets import check_set
+
+    for name in grid.prompts:
+        check_set(name)
+    if (table := given(flags, "csv")) is not None:
+        try:
+            Path(table).open("a").close()
+        except OSError as error:
+            raise ConfigError("cannot be written", where=f"csv: {table}", found=error.strerror) from None
+    if (folder := given(flags, "plots")) is not None:
+        from eaglejax.measure.bench_plots import check_plots
+
+        check_plots(Path(folder))
+
+
+def _tell(flags: FlagValues, result: BenchResult) -> None:
+    from eaglejax.measure.bench_plots import draw_plots
+    from eaglejax.measure.bench_report import to_json, to_text, write_csv
+
+    print(json.dumps(to_json(result)) if flags["json"].value else to_text(result), flush=True)
+    if (table := given(flags, "csv")) is not None:
+        write_csv(result, Path(table))
+    if (folder := given(flags, "plots")) is not None:
+        for path in draw_plots(result, Path(folder)):
+            print(path, file=sys.stderr)
 
 
 def is_shape(model: str) -> bool:
@@ -168,14 +187,6 @@ def _wrong_usage(make: Any) -> Any:
         return make()
     except EagleJaxError as error:
         raise UsageError(f"--{error}") from None
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse before the measurement what could not be written after it."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError("cannot be written", where=f"csv: {path}", found=error.strerror) from None
 
 
 def _open(
