@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def draw_plots(result: BenchResult, folder: Path) -> list[Path]:
 def _title(result: BenchResult, what: str) -> str:
     note = simulated_note(result.simulated)
     lines = [what, f"{result.environment['model']}, {result.environment['device_kind']}, {result.environment['dtype']}"]
-    return "\n".join(([note] if note else []) + lines)
+    return "\n".join((textwrap.wrap(note, 60) if note else []) + lines)
 
 
 def _group_name(result: CellResult) -> str:
@@ -61,13 +62,15 @@ def _speedup(figure: Any, result: BenchResult) -> None:
     groups = result.groups()
     found = {(cell.cell.group, cell.cell.tree): cell.ratio.median for cell in result.cells}
     grid = [[found.get((group[0].cell.group, tree), math.nan) for tree in trees] for group in groups]
-    figure.set_size_inches(3 + 0.9 * len(trees), 2.5 + 0.5 * len(groups))
+    figure.set_size_inches(max(6.5, 3 + 0.9 * len(trees)), 2.5 + 0.5 * len(groups))
     axes = figure.add_subplot()
     reach = max((abs(x - 1) for row in grid for x in row if not math.isnan(x)), default=0.1) or 0.1
     image = axes.imshow(grid, cmap="RdBu", vmin=1 - reach, vmax=1 + reach, aspect="auto")
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            axes.text(x, y, "-" if math.isnan(value) else f"{value:.2f}", ha="center", va="center")
+            dark = not math.isnan(value) and abs(value - 1) > 0.6 * reach
+            shown = "-" if math.isnan(value) else f"{value:.2f}"
+            axes.text(x, y, shown, ha="center", va="center", color="white" if dark else "black")
     axes.set_xticks(range(len(trees)), trees, rotation=45, ha="right")
     axes.set_yticks(range(len(groups)), [_group_name(group[0]) for group in groups])
     axes.set_xlabel("num_steps,topk,num_draft_tokens")
@@ -96,16 +99,26 @@ def _acceptance(figure: Any, result: BenchResult) -> None:
 
 
 def _cost(figure: Any, result: BenchResult) -> None:
-    """What a cycle takes, by the nodes it verifies; plain decoding is one node."""
+    """What a cycle takes, by the nodes it verifies; plain decoding is one node. Chains are joined, trees stand by themselves."""
     figure.set_size_inches(7, 4.5)
     axes = figure.add_subplot()
-    for group in result.groups():
-        cells = sorted(group, key=lambda cell: (cell.cell.spec.nodes, cell.cell.spec.num_steps))
-        nodes = [cell.cell.spec.nodes for cell in cells]
-        low = [cell.cycle_ms.median - cell.cycle_ms.low for cell in cells]
-        high = [cell.cycle_ms.high - cell.cycle_ms.median for cell in cells]
-        middle = [cell.cycle_ms.median for cell in cells]
-        axes.errorbar(nodes, middle, yerr=[low, high], marker="o", capsize=3, label=_group_name(group[0]))
+    for number, group in enumerate(result.groups()):
+        for tree in (False, True):
+            cells = [cell for cell in group if (cell.cell.spec.topk > 1) == tree]
+            cells.sort(key=lambda cell: cell.cell.spec.nodes)
+            if not cells:
+                continue
+            nodes, middle = [cell.cell.spec.nodes for cell in cells], [cell.cycle_ms.median for cell in cells]
+            reach = [
+                [cell.cycle_ms.median - cell.cycle_ms.low for cell in cells],
+                [cell.cycle_ms.high - cell.cycle_ms.median for cell in cells],
+            ]
+            label = f"{_group_name(group[0])}, {'trees' if tree else 'plain and chains'}"
+            axes.errorbar(
+                nodes, middle, yerr=reach, fmt="s" if tree else "o-", color=f"C{number}", capsize=3, label=label
+            )
+            for cell, x, y in zip(cells, nodes, middle, strict=True):
+                axes.annotate(cell.cell.tree, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7)
     axes.set_xlabel("nodes verified per cycle, root included")
     axes.set_ylabel("ms per cycle (min to max)")
     axes.set_ylim(bottom=0)

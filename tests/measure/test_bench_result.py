@@ -140,7 +140,7 @@ def test_plots(tmp_path, monkeypatch):
         assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in paths)
         assert [("SIMULATED acceptance" in title) for title in titles] == [simulated] * 3
         assert all("m, cpu, float32" in title for title in titles)
-    assert draw_plots(result(cells=result().cells[:1]), tmp_path) == []
+    assert draw_plots(result(cells=result().cells[:1]), tmp_path) == []  # nothing to compare
 
 
 def test_plots_without_matplotlib_are_refused_before_anything_runs(tmp_path, monkeypatch):
