@@ -21,6 +21,7 @@ from eaglejax.sharding.mesh import build_mesh
 from eaglejax.sharding.processes import agree, from_first, in_step, telling
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.teacher import Teacher
 from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
@@ -58,9 +59,17 @@ def _tree(asked: Setting, drafted: bool) -> Speculation:
 class EagleJaxEngine:
     """Decodes with a target model and, where one is given, an EAGLE-3 draft. Made by `from_pretrained`."""
 
-    def __init__(self, pair: Pair, *, speculation: Setting = "auto", max_len: int = 2048, slots: int = 4):
-        self._pair, self.max_len, self.slots = pair, max_len, slots
-        self.speculation = self._checked(speculation)
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        speculation: Setting = "auto",
+        max_len: int = 2048,
+        slots: int = 4,
+        simulated: SimulatedAcceptance | None = None,
+    ):
+        self._pair, self.max_len, self.slots, self.simulated = pair, max_len, slots, simulated
+        self.speculation = self.check_speculation(speculation)
         self._programs: dict[Speculation, Programs] = {}
         self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
 
@@ -148,7 +157,24 @@ class EagleJaxEngine:
             settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
 
+    def variant(self, *, slots: int | None = None, simulated: SimulatedAcceptance | None = None) -> EagleJaxEngine:
+        """The same pair, tree and max_len served with other slots, or with acceptance simulated: weights are shared, programs and caches
+        are its own. For measurements: what an engine with `simulated` answers is no text of the target's."""
+        slots = self.slots if slots is None else whole_number("slots", slots, 1)
+        return EagleJaxEngine(
+            self._pair, speculation=self.speculation, max_len=self.max_len, slots=slots, simulated=simulated
+        )
+
     # what was loaded
+
+    @property
+    def pair(self) -> Pair:
+        """The models behind this engine, their dtype and mesh: for instruments."""
+        return self._pair
+
+    def programs(self, speculation: Setting) -> Programs:
+        """The compiled programs of a tree: for instruments. Raises as `check_speculation` does."""
+        return self._programs_for(self.check_speculation(speculation))
 
     @property
     def load_report(self) -> LoadReport:
@@ -159,6 +185,11 @@ class EagleJaxEngine:
     def has_tokenizer(self) -> bool:
         """Whether the checkpoint has a tokenizer; without one, prompts and answers are token ids."""
         return self._pair.tokenizer is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that prompts may hold lie below: rows of the target's embedding."""
+        return self._pair.target.config.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -300,10 +331,8 @@ class EagleJaxEngine:
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
 
-    # inner parts
-
-    def _checked(self, speculation: Setting) -> Speculation:
-        """The tree a setting stands for, refused where this pair cannot grow it."""
+    def check_speculation(self, speculation: Setting) -> Speculation:
+        """The tree that a setting stands for. Raises ConfigError where this pair cannot grow it."""
         draft = self._pair.draft
         spec = _tree(speculation, draft is not None)
         if spec.num_steps == 0:
@@ -315,8 +344,10 @@ class EagleJaxEngine:
         check_tree(spec, draft.config.draft_vocab_size)
         return spec
 
+    # inner parts
+
     def _setting(self, speculation: Override) -> Speculation:
-        return self.speculation if isinstance(speculation, _Own) else self._checked(speculation)
+        return self.speculation if isinstance(speculation, _Own) else self.check_speculation(speculation)
 
     def _describe(self, asked: Setting) -> str:
         if asked == "auto" and self.speculation is not PLAIN:
@@ -333,7 +364,14 @@ class EagleJaxEngine:
         if spec not in self._programs:
             boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
             self._programs[spec] = Programs(
-                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype, self._pair.mesh
+                self._pair.target,
+                self._pair.draft,
+                boundaries,
+                spec,
+                self.max_len,
+                self._pair.dtype,
+                self._pair.mesh,
+                self.simulated,
             )
         return self._programs[spec]
 

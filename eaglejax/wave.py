@@ -59,7 +59,7 @@ class Wave:
         if all(self.answers):
             return
         begin = time.perf_counter()
-        state = self._prefill()
+        state = self.prefill()
         jax.block_until_ready(state.length)
         self._prefill_seconds = time.perf_counter() - begin
         ended = np.array([index >= len(self.jobs) or self.answers[index] is not None for index in range(self.slots)])
@@ -88,7 +88,8 @@ class Wave:
     def _limit(self, job: Job) -> int:
         return min(len(job.prompt) + job.sampling.max_new_tokens, self.programs.max_len)
 
-    def _prefill(self) -> State:
+    def prefill(self) -> State:
+        """The state after all prompts, each slot with its first token."""
         longest = max(len(job.prompt) for job in self.jobs)
         state = self.programs.start(*self._arrays(longest))
         for offset, rows in prefill_plan(longest):

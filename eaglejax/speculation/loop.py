@@ -14,13 +14,20 @@ from eaglejax.models.rows import causal_step
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.draft import extend, grow
 from eaglejax.speculation.sampling import draw
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, State
 from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
 
 
-def decode(models: Models, state: State, spec: Speculation, max_cycles: Int[Array, ""]) -> State:
-    """Cycles until every slot is done, or `max_cycles` of them."""
+def decode(
+    models: Models,
+    state: State,
+    spec: Speculation,
+    max_cycles: Int[Array, ""],
+    simulated: SimulatedAcceptance | None = None,
+) -> State:
+    """Cycles until every slot is done, or `max_cycles` of them. `simulated`: see `cycle`."""
 
     def running(carry):
         index, state = carry
@@ -28,13 +35,16 @@ def decode(models: Models, state: State, spec: Speculation, max_cycles: Int[Arra
 
     def body(carry):
         index, state = carry
-        return index + 1, cycle(models, state, spec)
+        return index + 1, cycle(models, state, spec, simulated)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-def cycle(models: Models, state: State, spec: Speculation) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root."""
+def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None) -> State:
+    """One round. Plain decoding is the same round with a tree of nothing but the root.
+
+    `simulated`: for measurements of models with random weights, how much to accept in place of what the target drew.
+    """
     root_positions = state.length - 1
     root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
 
@@ -54,7 +64,10 @@ def cycle(models: Models, state: State, spec: Speculation) -> State:
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
     verdict = verify(models, state.target_cache, tree, root_positions, state.request)
-    accepted = accept(tree, verdict.draws, spec.num_steps)
+    if simulated is None:
+        accepted = accept(tree, verdict.draws, spec.num_steps)
+    else:
+        accepted = simulated.accept(tree, root_positions, state.request.seed, spec.num_steps)
 
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
     live = ~state.done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -19,6 +20,7 @@ from eaglejax.sharding.layout import place, shapes_on, weight_specs
 from eaglejax.sharding.mesh import DATA, axis_size
 from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, Request, State, new_state
 
 # One prefill program per bucket: a prompt is cut into the largest that fit, the rest padded up to the smallest that holds it.
@@ -47,6 +49,7 @@ class Programs:
     """Prefill and decode for one pair of models and one tree; on a mesh, every device runs the whole loop on its own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
+    `simulated`: how much to accept in place of what the target draws; for measurements with random weights.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Programs:
         max_len: int,
         dtype: DTypeLike,
         mesh: Mesh | None = None,
+        simulated: SimulatedAcceptance | None = None,
     ):
         self.spec, self.max_len, self.dtype, self.mesh = spec, max_len, dtype, mesh
         self.boundaries = boundaries if spec.num_steps else ()
@@ -74,6 +78,7 @@ class Programs:
             merged = nnx.merge(draft_graph, draft_state) if draft_graph is not None else None
             return Models(nnx.merge(target_graph, target_state), merged, self.boundaries)
 
+        self._models = models
         self._state_specs = state_specs(Models(target, draft if draft_graph is not None else None, self.boundaries))
         weights = [spec for state in states if state is not None for spec in weight_specs(state)]
         self._weight_specs = weights
@@ -83,7 +88,7 @@ class Programs:
 
         def decode(arrays, state, max_cycles, ended):
             state = replace(state, done=state.done | ended)
-            return loop.decode(models(arrays), state, spec, max_cycles)
+            return loop.decode(models(arrays), state, spec, max_cycles, simulated)
 
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype)
@@ -146,6 +151,17 @@ class Programs:
     def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
         """Up to `max_cycles` cycles; slots marked in `ended` are done first."""
         return self._decode(self.arrays, state, self._scalar(max_cycles), place(ended, self.mesh, P(DATA)))
+
+    def custom(self, function: Callable[[Models, State], State]) -> Callable[[State], State]:
+        """A program of this pair that is no part of decoding, for instruments: one phase over and over, say. The state is donated."""
+        run = on_mesh(
+            self.mesh,
+            lambda arrays, state: function(self._models(arrays), state),
+            (self._weight_specs, self._state_specs),
+            self._state_specs,
+            donate_argnums=1,
+        )
+        return lambda state: run(self.arrays, state)
 
     def _scalar(self, value: int) -> Int[Array, ""]:
         return place(np.int32(value), self.mesh)
