@@ -161,6 +161,11 @@ class EagleJaxEngine:
         return self._pair.tokenizer is not None
 
     @property
+    def vocab_size(self) -> int:
+        """Ids that prompts may hold lie below: rows of the target's embedding."""
+        return self._pair.target.config.vocab_size
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back (`text/interface.py`). Raises ConfigError where the checkpoint has none."""
         if self._pair.tokenizer is None:

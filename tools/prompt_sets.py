@@ -12,20 +12,21 @@ LARGEST = 24 << 20  # bytes of the file: it is carried to the machine that train
 
 
 def prepare(prompts: str, evaluation: list[str], target: str, out: str) -> None:
-    """Chat template applied: training prompts, held out (every 150th of each file), and evaluation sets by name."""
+    """Chat template applied: training prompts, held out (every 150th of each file), and evaluation sets: built-in names or files."""
     from eaglejax.checkpoint.reader import open_checkpoint
     from eaglejax.checkpoint.source import resolve
+    from eaglejax.measure.prompt_sets import read_prompts as read_set
     from eaglejax.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(open_checkpoint(resolve(target).path))
-    encode = lambda text: np.asarray(tokenizer.apply_chat_template([{"role": "user", "content": text}]), np.uint16)
+    encode = lambda messages: np.asarray(tokenizer.apply_chat_template(messages), np.uint16)
+    ask = lambda text: [{"role": "user", "content": text}]
     sets: dict[str, list[np.ndarray]] = {"train": [], "heldout": []}
     for file in sorted(Path(prompts).glob("*.jsonl.gz")):
         for number, line in enumerate(gzip.open(file, "rt", encoding="utf-8")):
-            sets["heldout" if number % 150 == 0 else "train"].append(encode(json.loads(line)["prompt"]))
+            sets["heldout" if number % 150 == 0 else "train"].append(encode(ask(json.loads(line)["prompt"])))
     for name in evaluation:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
-        sets[Path(name).stem] = [encode(json.loads(line)["turns"][0]) for line in lines]
+        sets[Path(name).name.split(".")[0]] = [encode(prompt.content) for prompt in read_set(name)]
     arrays = {}
     for name, encoded in sets.items():
         if not encoded:

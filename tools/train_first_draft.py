@@ -58,7 +58,9 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("prepare")
     one.add_argument("--prompts", required=True, help="folder of *.jsonl.gz")
-    one.add_argument("--evaluation", nargs="*", default=[], help="JSONL files with `turns`, for evaluation only")
+    one.add_argument(
+        "--evaluation", nargs="*", default=[], help="built-in prompt sets or JSONL files, for evaluation only"
+    )
     one.add_argument("--target", default="smollm2")
     one.add_argument("--out", required=True)
     two = commands.add_parser("train")

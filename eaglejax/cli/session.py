@@ -9,10 +9,10 @@ from typing import Any
 
 from eaglejax.cli.answers import Times
 from eaglejax.cli.compile_cache import use_compile_cache
-from eaglejax.cli.compile_clock import CompileClock
 from eaglejax.config import Sampling
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.generation import Generation
+from eaglejax.measure.compile_clock import CompileClock
 from eaglejax.run_config import RunConfig
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import operator
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,16 +135,18 @@ def _token_id(value: Any, where: str) -> int:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Prompts from a JSONL file, one object a line with one of: "prompt" (text), "token_ids", "messages" (chat),
-    "turns" (texts; the first is asked as a user's message). Other fields are for the reader. Prompt n stands on line n
-    + 1, so empty lines are refused.
+    """Prompts from a JSONL file (.gz: compressed), one object a line with one of: "prompt" (text), "token_ids",
+    "messages" (chat), "turns" (texts; the first is asked as a user's message). Other fields are for the reader. Prompt
+    n stands on line n + 1, so empty lines are refused.
 
     Raises PromptError naming the file and the line.
     """
     try:
         raw = path.read_bytes()
-    except OSError as error:
-        raise PromptError("cannot read the prompt file", where=path, found=error.strerror) from None
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        found = getattr(error, "strerror", None) or error
+        raise PromptError("cannot read the prompt file", where=path, found=found) from None
     lines = raw.removesuffix(b"\n").split(b"\n") if raw else []
     if not lines:
         raise PromptError("the prompt file is empty", where=path)

@@ -9,8 +9,8 @@ import pytest
 
 from eaglejax import Generation, Speculation
 from eaglejax.cli.answers import Times, acceptance, closing_line, closing_line_of_many, to_json
-from eaglejax.cli.compile_clock import CompileClock
 from eaglejax.generation import Stats
+from eaglejax.measure.compile_clock import CompileClock
 
 CHAIN = Speculation(num_steps=5)
 

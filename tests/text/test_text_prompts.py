@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -117,6 +118,8 @@ def test_jsonl(tmp_path: Path, tokenizer):
         prompts = read_prompts(write(tmp_path / "p.jsonl", *lines, end=end))
         assert prompts == ["thé", [5, 7], HI, HI]
     assert encode(prompts, tokenizer)[3] == tokenizer.encode("user:hi")
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress((tmp_path / "p.jsonl").read_bytes()))
+    assert read_prompts(tmp_path / "p.jsonl.gz") == prompts
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,7 @@ def test_jsonl_files_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(PromptError, match="is empty"):
         read_prompts(tmp_path / "empty.jsonl")
+    for name, content in (("plain.jsonl.gz", b'{"prompt": "a"}'), ("cut.jsonl.gz", gzip.compress(b"x" * 99)[:20])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(PromptError, match=f"{name}: cannot read"):
+            read_prompts(tmp_path / name)
