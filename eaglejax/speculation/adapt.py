@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.config import Auto, Speculation
 
@@ -41,13 +41,13 @@ LEAST = 1e-4  # shares stay so far from 0 and 1
 class Policy:
     """Tables of the o choices (0 is plain decoding) on the e difficulties. Arguments of the program: others compile nothing."""
 
-    cost: Shaped[Array, " o"]  # float32, of a cycle with each choice, in plain steps; 1 for plain decoding
-    catch_up: Shaped[Array, ""]  # float32, of running the draft over a window, in plain steps
-    tokens: Shaped[Array, "o e"]  # float32, expected tokens of a cycle, bonus included
-    evidence: Shaped[Array, "o a e"]  # float32, log-probability that a cycle accepts a tokens
-    guess: Shaped[Array, "2 e"]  # float32, log-probability that the draft's first guess is wrong, right
-    forced: Shaped[Array, ""]  # int32: this choice in every cycle, for measurements; -1: as the tables say
-    always_catch_up: Shaped[Array, ""]  # bool: run the draft over the window in every cycle, for measurements
+    cost: Float[Array, " o"]  # float32, of a cycle with each choice, in plain steps; 1 for plain decoding
+    catch_up: Float[Array, ""]  # float32, of running the draft over a window, in plain steps
+    tokens: Float[Array, "o e"]  # float32, expected tokens of a cycle, bonus included
+    evidence: Float[Array, "o a e"]  # float32, log-probability that a cycle accepts a tokens
+    guess: Float[Array, "2 e"]  # float32, log-probability that the draft's first guess is wrong, right
+    forced: Int[Array, ""]  # int32: this choice in every cycle, for measurements; -1: as the tables say
+    always_catch_up: Bool[Array, ""]  # bool: run the draft over the window in every cycle, for measurements
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +63,7 @@ class Belief:
 def make_policy(
     reach: Sequence[Sequence[float]], cost: Sequence[float], catch_up: float, first_guess: float
 ) -> Policy:
-    """The tables on the host.
+    """The tables, from shares and costs.
 
     Arguments:
         reach: for each tree the share of cycles that accept at least 1, 2, .. tokens.
@@ -82,16 +82,16 @@ def make_policy(
         rows = np.log(np.maximum(exactly, LEAST))
         evidence.append(np.pad(rows, ((0, levels + 1 - len(rows)), (0, 0))))
     right = np.clip(first_guess, LEAST, 1 - LEAST) ** hardness
-    real = lambda x: np.asarray(x, np.float32)
+    real = lambda x: jnp.asarray(np.asarray(x, np.float32))
     return Policy(
         cost=real([1.0, *cost]),
         catch_up=real(catch_up),
         tokens=real(tokens),
         evidence=real(evidence),
         guess=real(np.log(np.maximum([1 - right, right], LEAST))),
-        forced=np.asarray(-1, np.int32),
-        always_catch_up=np.asarray(False),
-    )  # pyright: ignore[reportArgumentType]
+        forced=jnp.int32(-1),
+        always_catch_up=jnp.bool_(False),
+    )
 
 
 def fresh_belief(slots: int, choices: int) -> Belief:

@@ -68,6 +68,7 @@ class Programs:
         # plain lists: jax flattens a module's state in Python, for every weight and at every call
         self.arrays = tuple(jax.tree.leaves(state) for state in states)
         trees = [jax.tree.structure(state) for state in states]
+        self.vocab_size = target.config.vocab_size
         self.warned = False  # about a draft of which nothing is accepted
 
         def models(arrays) -> Models:
@@ -136,6 +137,7 @@ class Programs:
         put = self.put
         # separate buffers: the state is donated whole
         zeros = lambda kind="int32": put(np.zeros(batch, kind))
+        belief = fresh_belief(batch, self._choices) if self._choices else None
         return replace(
             state,
             request=request,
@@ -148,11 +150,8 @@ class Programs:
             pending_features=put(np.zeros(state.pending_features.shape, state.pending_features.dtype)),
             cycles=zeros(),
             accepted=put(np.zeros((batch, self.max_len), np.int32)),
-            belief=jax.tree.map(put, self._first_belief(batch)),
+            belief=jax.tree.map(lambda part: put(np.asarray(part)), belief),
         )
-
-    def _first_belief(self, batch: int):
-        return jax.tree.map(np.asarray, fresh_belief(batch, self._choices)) if self._choices else None
 
     def prefill(self, state: State, offset: int, rows: int) -> State:
         """`rows` prompt tokens from `offset` on, in every slot; `prefill_plan` says which. The state is donated."""
