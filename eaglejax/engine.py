@@ -16,6 +16,7 @@ from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
+from eaglejax.measure.tuning import Tuning, stored_path
 from eaglejax.models.draft import Draft
 from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
@@ -281,6 +282,41 @@ class EagleJaxEngine:
         for programs in self._programs.values():
             programs.use_draft(draft)
         self._teacher = Teacher(self._pair.target, draft, self._pair.mesh)
+
+    def tune(
+        self,
+        prompts: Any = None,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+        store: bool = True,
+        progress: Any = None,
+    ) -> Tuning:
+        """Measure what a cycle costs here and what the draft gets right, and choose the trees of "auto" by that (docs/tune.md).
+
+        Arguments:
+            prompts: as `generate` takes them, as many as the engine has slots; None: built-in ones.
+            max_new_tokens: of each prompt's answer in the calibration.
+            temperature: of the second class of requests; 0 leaves that out.
+            store: keep it in the user's cache folder, where engines of the same pair on the same machine find it.
+            progress: makes a context with a function to advance, from a title and a total, as the runner's bars are.
+
+        Returns: the tuning; this engine's "auto" uses it from now on.
+
+        Raises ConfigError without a draft, with several processes, and where answers are too short to learn from.
+        """
+        from eaglejax.measure.tune import default_prompts, tune
+
+        given = default_prompts(self) if prompts is None else self.encode(prompts)
+        tuning = tune(self, given, max_new_tokens=max_new_tokens, temperature=temperature, progress=progress)
+        if store:
+            tuning.save(stored_path(tuning.holds_for))
+        assert self._adaptive is not None
+        was = self._adaptive.auto
+        self._adaptive.use(tuning)
+        if self.speculation == was:
+            self.speculation = tuning.auto
+        return tuning
 
     # looking inside
 

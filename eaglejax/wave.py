@@ -162,7 +162,9 @@ class Wave:
             if match is None and stream is not None:
                 text += stream.finish()
             ended[index] = True
-            self.answers[index] = self._answer(index, stream.text if stream else "", made, reason, cause, counts, choices)
+            self.answers[index] = self._answer(
+                index, stream.text if stream else "", made, reason, cause, counts, choices
+            )
             yield index, Chunk(text, fresh, self.answers[index])
 
     def _text_ids(self, job: Job, fresh: list[int], stopped: bool) -> list[int]:

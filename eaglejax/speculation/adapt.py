@@ -60,9 +60,7 @@ class Belief:
     used: Int[Array, "b o"]  # cycles with each choice
 
 
-def make_policy(
-    reach: Sequence[Sequence[float]], cost: Sequence[float], catch_up: float, first_guess: float
-) -> Policy:
+def make_policy(reach: Sequence[Sequence[float]], cost: Sequence[float], catch_up: float, first_guess: float) -> Policy:
     """The tables, from shares and costs.
 
     Arguments:
@@ -146,16 +144,16 @@ def learn_accepted(
     return _learned(belief, table[accepted], jnp.float32(KEEP), live & (choice > 0))
 
 
-def learn_guesses(
-    policy: Policy, belief: Belief, right: Int[Array, " b"], guesses: Int[Array, " b"]
-) -> Belief:
+def learn_guesses(policy: Policy, belief: Belief, right: Int[Array, " b"], guesses: Int[Array, " b"]) -> Belief:
     """What `right` of `guesses` first guesses of the draft say, made beside tokens that plain decoding drew."""
     count = lambda x: x.astype(jnp.float32)[:, None]
     evidence = count(right) * policy.guess[1] + count(guesses - right) * policy.guess[0]
     return _learned(belief, evidence, jnp.float32(KEEP) ** count(guesses), guesses > 0)
 
 
-def _learned(belief: Belief, evidence: Float[Array, "b e"], keep: Float[Array, "*n"], told: Bool[Array, " b"]) -> Belief:
+def _learned(
+    belief: Belief, evidence: Float[Array, "b e"], keep: Float[Array, "*n"], told: Bool[Array, " b"]
+) -> Belief:
     prior = jnp.log(jnp.asarray(PRIOR, jnp.float32))
     after = jax.nn.log_softmax(keep * belief.difficulty + (1 - keep) * prior + evidence, axis=-1)
     return replace(belief, difficulty=jnp.where(told[:, None], after, belief.difficulty))
@@ -164,7 +162,11 @@ def _learned(belief: Belief, evidence: Float[Array, "b e"], keep: Float[Array, "
 # What is taken for granted where nothing was measured. Conditional acceptance by level of the built-in draft on SmolLM2's own chat answers
 # (docs/benchmarks.md), the first choice alone and the best four; costs of a target of some thirty layers
 PRIOR_CHAIN, PRIOR_BROAD = (0.60, 0.57, 0.55), (0.75, 0.72, 0.70)
-PRIOR_STEP, PRIOR_ROW, PRIOR_CATCH_UP = 0.06, 0.05, 0.3  # plain steps: of one level, of one row more to verify, of a window
+PRIOR_STEP, PRIOR_ROW, PRIOR_CATCH_UP = (
+    0.06,
+    0.05,
+    0.3,
+)  # plain steps: of one level, of one row more to verify, of a window
 
 
 def prior_policy(auto: Auto) -> Policy:

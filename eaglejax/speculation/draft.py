@@ -88,7 +88,9 @@ def grow(
             step = _level_step(tip.rows, sees, level, topk)
             out = draft(tokens, feedback, step, cache, earlier)
             earlier = out.rows if earlier is None else jax.tree.map(_join_rows, earlier, out.rows)
-            child_scores, child_ids = best_children(draft, out.hidden, root_positions[:, None] + level, request, spec, level)
+            child_scores, child_ids = best_children(
+                draft, out.hidden, root_positions[:, None] + level, request, spec, level
+            )
             total = (scores[..., None] + child_scores).reshape(batch, topk * topk)
             child_tokens = draft.target_ids[...][child_ids].reshape(batch, topk * topk)
             first += topk if level == 2 else topk * topk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -91,6 +92,7 @@ class Programs:
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype, self._choices)
 
+        self._models = models
         state = self._state_specs
         self._prefill = on_mesh(mesh, prefill, (weights, state, P()), state, static_argnums=3, donate_argnums=1)
         self._decode = on_mesh(mesh, decode, (weights, state, P(), P(), P(DATA)), state, donate_argnums=1)
@@ -166,6 +168,16 @@ class Programs:
 
     def _scalar(self, value: int) -> Int[Array, ""]:
         return place(np.int32(value), self.mesh)
+
+    def also(self, function: Callable, out_specs: list[P]) -> Callable:
+        """Another program of this pair, for measuring: `function(models, state)` -> (state, arrays with these specs). The state is donated."""
+
+        def run(arrays, state):
+            return function(self._models(arrays), state)
+
+        inputs = (self._weight_specs, self._state_specs)
+        program = on_mesh(self.mesh, run, inputs, self._state_specs + out_specs, donate_argnums=1)
+        return lambda state: program(self.arrays, state)
 
     def keep(self, state: State) -> None:
         """Hand the buffers of a finished wave back for the next one."""
