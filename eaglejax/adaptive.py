@@ -1,4 +1,4 @@
-"""Where "auto" has its tables from: a stored tuning that fits, else a measurement at the first wave of each width, else documented priors."""
+"""Where "auto" has its tables from: a stored tuning that fits, else a measurement at a width's first wave, else documented priors."""
 
 from __future__ import annotations
 

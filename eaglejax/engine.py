@@ -94,7 +94,7 @@ class EagleJaxEngine:
         Arguments:
             model: a built-in name ("smollm2"), a folder in Hugging Face format, a .gguf file, or a hub id.
             draft: likewise for the draft; None is plain decoding.
-            speculation: the tree of every cycle; "auto" (chosen before every cycle among a few trees and plain decoding, docs/tune.md; plain
+            speculation: the tree of every cycle; "auto" (chosen every cycle among a few trees and plain decoding, docs/tune.md; plain
                 decoding without a draft), or an `Auto` with trees of your own; None for plain decoding.
             capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
                 boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.
@@ -342,7 +342,9 @@ class EagleJaxEngine:
         return self._teacher.draft_score(boundaries, ids)
 
     def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
-        """The tree the draft grows below the last token, at temperature 0; with "auto" the first of its trees. Raises as `draft_score` does."""
+        """The tree the draft grows below the last token, at temperature 0; with "auto" the first of its trees.
+
+        Raises as `draft_score` does."""
         with telling("propose"):
             draft, boundaries = self._need_draft()
             spec = self._setting(speculation)

@@ -44,7 +44,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("expert_split", "on a mesh: experts (whole ones on each device), width (a part of each), auto (default)"),
         Flag(
             "tuning",
-            "what --speculation=auto decides by: auto (default: a stored tuning that fits, else costs are measured at first use), measure, none, or a file",
+            "what --speculation=auto decides by: auto (a stored tuning that fits, else costs measured at first use; default), "
+            "measure, none, or a file",
         ),
     ),
     "speculation": (

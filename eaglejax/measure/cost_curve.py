@@ -42,7 +42,7 @@ DRAFTED = 3  # levels of the deeper of two drafts whose difference is a level's 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Milliseconds with `slots` slots. `verify`: by rows per slot. `draft`: by topk, of draft extend with level 1 and of each further level.
+    """Milliseconds with `slots` slots. `verify`: by rows per slot. `draft`: by topk, of draft extend with level 1 and of each level more.
     `overhead`: of a plain cycle beyond verifying its one row."""
 
     slots: int

@@ -1,7 +1,7 @@
 """What any tree would have accepted of a known text, from the widest trees grown at every place of it.
 
-A draft's tree depends on the committed prefix alone, and a drafted token is accepted exactly where it is the text's next one. So one run that
-grows a wide tree at every token of an answer holds the answer's decoding with every smaller tree: its cycles are replayed here, one
+A draft's tree depends on the committed prefix alone, and a drafted token is accepted exactly where it is the text's next one. So one run
+that grows a wide tree at every token of an answer holds the answer's decoding with every smaller tree: its cycles are replayed here, one
 after the other, as the loop would have run them. Exact for the topk that was grown and for chains where a chain was grown; for a topk in
 between, a node whose children the wide run did not grow counts as having none (a lower bound).
 """

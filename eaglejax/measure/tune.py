@@ -1,4 +1,4 @@
-"""`tune`: from one calibration run and the cost of a cycle's parts to the fastest trees of a pair on this machine, confirmed by running them."""
+"""`tune`: from a calibration run and the cost of a cycle's parts to the fastest trees of a pair on this machine, confirmed."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ def tune_report(tuning: Tuning, path: Path) -> str:
     holds = tuning.holds_for
     lines = [
         f"{holds.target} with draft {holds.draft}: {holds.device}, {holds.dtype}, {holds.mesh}, {holds.slots} slots",
-        "tokens/s are those of all slots together; predicted = slots x tau / cycle; tau = tokens per cycle, bonus included, replayed on the",
-        "calibration's answers; measured = by running it, in turns with the others. Plain decoding is 0, 1, 1.",
+        "tokens/s are those of all slots together; predicted = slots x tau / cycle; tau = tokens per cycle, bonus included, replayed on",
+        "the calibration's answers; measured = by running it, in turns with the others. Plain decoding is 0, 1, 1.",
     ]
     for name, rows in tuning.rows.items():
         lines += ["", f"{name}: num_steps, topk, num_draft_tokens"]

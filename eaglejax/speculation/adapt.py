@@ -5,8 +5,8 @@ tokens; a text of difficulty e has those shares to the power e: 1 is the calibra
 large one that it never does. Each slot keeps a log-weight for every difficulty of a fixed grid, multiplied by the likelihood of what its
 cycles accepted and fading towards the prior. Expected tokens per cycle over the measured cost of a cycle then say which choice is fastest.
 
-What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that would
-overdraw a small allowance if nothing of it were accepted is not chosen, however good it looks.
+What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that
+would overdraw a small allowance if nothing of it were accepted is not chosen, however good it looks.
 
 Everything a choice depends on is the same on all devices of a model axis: accepted counts are integers they agree on, the tables are
 arguments given alike to all, sums are elementwise and over fixed axes. Shards of the data axis choose each for their own slots; no

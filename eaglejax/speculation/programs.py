@@ -46,7 +46,8 @@ def stop_width(stop_ids: int) -> int:
 
 
 class Programs:
-    """Prefill and decode for one pair of models and one tree, or the trees of "auto"; on a mesh, every device runs the whole loop on its own parts.
+    """Prefill and decode for one pair of models and one tree, or the trees of "auto"; on a mesh, every device runs the whole loop on its
+    own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
     """
@@ -162,7 +163,7 @@ class Programs:
     def decode(
         self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"], policy: Policy | None = None
     ) -> State:
-        """Up to `max_cycles` cycles; slots marked in `ended` are done first. `policy`: placed tables, the prior ones where there are none."""
+        """Up to `max_cycles` cycles; slots marked in `ended` are done first. `policy`: placed tables; the prior ones where None."""
         ended_there = place(ended, self.mesh, P(DATA))
         return self._decode(self.arrays, state, policy or self._unmeasured, self._scalar(max_cycles), ended_there)
 
@@ -170,7 +171,7 @@ class Programs:
         return place(np.int32(value), self.mesh)
 
     def also(self, function: Callable, out_specs: list[P]) -> Callable:
-        """Another program of this pair, for measuring: `function(models, state)` -> (state, arrays with these specs). The state is donated."""
+        """Another program of this pair, for measuring: `function(models, state)` -> (state, arrays with these specs), state donated."""
 
         def run(arrays, state):
             return function(self._models(arrays), state)

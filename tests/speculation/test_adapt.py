@@ -33,7 +33,7 @@ def ints(*values):
 
 @functools.partial(jax.jit, static_argnames="cycles")
 def run(chance, cycles: int):
-    """Five simulated waves of one slot; a level is accepted with `chance` given the one above. (choices, tokens made, plain steps spent)."""
+    """Five simulated waves of one slot; a level is accepted with `chance` given the one above. (choices, tokens made, time spent)."""
     levels, live = jnp.asarray([0, 3, 2]), jnp.ones((1,), bool)
 
     def cycle(carry, draws):
