@@ -23,6 +23,7 @@ from eaglejax.sharding.mesh import build_mesh
 from eaglejax.sharding.processes import agree, from_first, in_step, telling
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.teacher import Teacher
 from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
@@ -64,11 +65,13 @@ class EagleJaxEngine:
         speculation: Setting = "auto",
         max_len: int = 2048,
         slots: int = 4,
+        simulated: SimulatedAcceptance | None = None,
         tuning: str = "auto",
     ):
-        self._pair, self.max_len, self.slots = pair, max_len, slots
+        self._pair, self.max_len, self.slots, self.simulated = pair, max_len, slots, simulated
+        self._tuning = tuning
         self._adaptive = Adaptive(pair, slots, tuning) if pair.draft is not None else None
-        self.speculation = self._checked(speculation)
+        self.speculation = self.check_speculation(speculation)
         self._programs: dict[Speculation | Auto, Programs] = {}
         self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
 
@@ -161,7 +164,25 @@ class EagleJaxEngine:
             settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
 
+    def variant(self, *, slots: int | None = None, simulated: SimulatedAcceptance | None = None) -> EagleJaxEngine:
+        """The same pair, tree and max_len served with other slots, or with acceptance simulated: weights are shared, programs and caches
+        are its own. For measurements: what an engine with `simulated` answers is no text of the target's."""
+        slots = self.slots if slots is None else whole_number("slots", slots, 1)
+        return EagleJaxEngine(
+            self._pair,
+            speculation=self.speculation,
+            max_len=self.max_len,
+            slots=slots,
+            simulated=simulated,
+            tuning=self._tuning,
+        )
+
     # what was loaded
+
+    @property
+    def pair(self) -> Pair:
+        """The models behind this engine, their dtype and mesh: for instruments."""
+        return self._pair
 
     @property
     def load_report(self) -> LoadReport:
@@ -357,10 +378,8 @@ class EagleJaxEngine:
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
 
-    # inner parts
-
-    def _checked(self, speculation: Setting) -> Speculation | Auto:
-        """The tree or trees a setting stands for, refused where this pair cannot grow them."""
+    def check_speculation(self, speculation: Setting) -> Speculation | Auto:
+        """The tree, or the trees, that a setting stands for. Raises ConfigError where this pair cannot grow them."""
         draft = self._pair.draft
         spec = _tree(speculation, self._adaptive.auto if self._adaptive is not None else None)
         if spec.num_steps == 0:
@@ -373,8 +392,10 @@ class EagleJaxEngine:
             check_tree(tree, draft.config.draft_vocab_size)
         return spec
 
+    # inner parts
+
     def _setting(self, speculation: Override) -> Speculation | Auto:
-        return self.speculation if isinstance(speculation, _Own) else self._checked(speculation)
+        return self.speculation if isinstance(speculation, _Own) else self.check_speculation(speculation)
 
     def _wave(self, programs: Programs, jobs: list[Job]) -> Wave:
         policy = None
@@ -394,7 +415,14 @@ class EagleJaxEngine:
         if spec not in self._programs:
             boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
             self._programs[spec] = Programs(
-                self._pair.target, self._pair.draft, boundaries, spec, self.max_len, self._pair.dtype, self._pair.mesh
+                self._pair.target,
+                self._pair.draft,
+                boundaries,
+                spec,
+                self.max_len,
+                self._pair.dtype,
+                self._pair.mesh,
+                self.simulated,
             )
         return self._programs[spec]
 

@@ -23,18 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eaglejax import EagleJaxEngine, Sampling, Speculation
 from eaglejax.loading import Pair
+from eaglejax.measure.random_pair import fill_randomly
 from eaglejax.models.capture import CaptureReading
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, RopeConfig
 from eaglejax.models.draft import Draft
-from eaglejax.models.layers import leaves
 from eaglejax.models.target import Target
 from eaglejax.models.target_config import read_target_config
-from eaglejax.sharding.layout import place, spec_of, whole_shape
+from eaglejax.sharding.layout import place
 from eaglejax.sharding.mesh import MODEL, axis_size, build_mesh
 from eaglejax.sharding.rules import Placement, split_draft, split_target
 
@@ -95,21 +95,6 @@ def all_reduce_times(mesh: Mesh, rounds: int = 2000) -> dict[str, float]:
     return times
 
 
-def random_fill(module: nnx.Module, mesh: Mesh | None) -> None:
-    """Seeded random weights, made on the devices; norms are 1."""
-    for number, (name, variable) in enumerate(sorted(leaves(module).items())):
-        shape, dtype = whole_shape(variable, mesh), variable.dtype
-        where = {} if mesh is None else {"out_shardings": NamedSharding(mesh, spec_of(variable))}
-
-        def make(number=number, name=name, shape=shape, dtype=dtype):
-            if name.endswith("scale"):
-                return jnp.ones(shape, dtype)
-            noise = jax.random.bits(jax.random.key(number), shape, jnp.uint8).astype(dtype)
-            return (noise - 127.5) * jnp.asarray(0.02 / 73.9, dtype)
-
-        variable.set_value(jax.jit(make, **where)())
-
-
 def shape_pair(changes: dict, mesh: Mesh | None, placement: Placement, dtype: str = "bfloat16") -> Pair:
     """Qwen3-30B-A3B's shape with some values changed, and an EAGLE-3 draft of its shape with a vocabulary of 32,000."""
     values = json.loads((ROOT / "configs" / "models" / "qwen3-30b-a3b" / "config.json").read_text())
@@ -125,8 +110,8 @@ def shape_pair(changes: dict, mesh: Mesh | None, placement: Placement, dtype: st
     own = split_draft(drafted, size, placement, notes)
     target = nnx.eval_shape(lambda: Target(config, dtype=dtype, split=split))
     draft = nnx.eval_shape(lambda: Draft(drafted, dtype=dtype, split=own))
-    random_fill(target, mesh)
-    random_fill(draft, mesh)
+    fill_randomly(target, mesh, 0)
+    fill_randomly(draft, mesh, 1)
     draft.target_ids.set_value(place(np.arange(32000, dtype=np.int32), mesh))
     capture = CaptureReading(drafted.boundaries)
     return Pair("random", target, None, (), jnp.dtype(dtype), draft, capture, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Tau of a draft by the engine itself: answers to prompts, tokens per cycle as `Generation.stats.tau` counts them.
+"""Tau of a draft by the engine itself: answers to prompts, tokens per cycle, the cycles of all answers pooled.
 
 python tools/measure_tau.py --prompts mt_bench gsm8k --count 10 --trees 3,1,4 5,1,6
 """
@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from eaglejax import EagleJaxEngine, Sampling, Speculation
+from eaglejax.measure.acceptance import Acceptance
 from eaglejax.measure.prompt_sets import check_set, read_prompts
 
 
@@ -37,11 +38,11 @@ def main() -> None:
         for text, tree in zip(args.trees, trees, strict=True):
             began = time.time()
             stats = [answer.stats for answer in engine.generate(prompts, sampling, speculation=tree)]
-            taus = [s.tau for s in stats if s.cycles]
-            levels = np.mean([s.accepted_at_level(tree.num_steps) for s in stats if s.cycles], axis=0)
+            found = Acceptance.of([s.accepted_per_cycle for s in stats], tree.num_steps)
             print(
-                f"{name} ({text}): tau {np.mean(taus):.3f} over {len(taus)} prompts, "
-                f"{sum(s.new_tokens for s in stats)} tokens, accepted at level {np.round(levels, 3).tolist()}, "
+                f"{name} ({text}): tau {found.tau:.3f} over {found.cycles} cycles of {len(stats)} prompts, "
+                f"{sum(s.new_tokens for s in stats)} tokens, "
+                f"accepted at level, of all cycles {np.round(found.unconditional, 3).tolist()}, "
                 f"{time.time() - began:.0f} s",
                 flush=True,
             )

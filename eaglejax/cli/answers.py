@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from eaglejax.config import Speculation
 from eaglejax.generation import Generation
+from eaglejax.measure.acceptance import Acceptance, share
 
 WORTH_SAYING = 0.05  # seconds of compilation
 
@@ -38,23 +39,6 @@ class Times:
     def without_compile(self) -> float:
         """Seconds of prefill and decoding."""
         return self.first - self.compile_first + self.decode
-
-
-def acceptance(answers: Sequence[Generation], levels: int) -> tuple[list[float], list[float]]:
-    """Per level of the tree: share of all cycles that accepted there, and share of those that reached it, that is,
-    accepted at the level above.
-
-    Cycles of all answers are pooled. NaN where no cycle got to the level above.
-    """
-    counts = [count for answer in answers for count in answer.stats.accepted_per_cycle]
-    reached = [sum(count >= level for count in counts) for level in range(levels + 1)]
-    of_all = [_share(n, reached[0]) for n in reached[1:]]
-    of_reaching = [_share(n, above) for above, n in zip(reached, reached[1:], strict=False)]
-    return of_all, of_reaching
-
-
-def _share(part: float | int, whole: float | int) -> float:
-    return part / whole if whole else math.nan
 
 
 def closing_line(answer: Generation, spec: Speculation, times: Times) -> str:
@@ -89,7 +73,7 @@ def _counted(tokens: int) -> str:
 
 def _rate(answer: Generation, times: Times) -> float:
     """Tokens after the first per second of decoding."""
-    return _share(answer.stats.new_tokens - 1, times.decode) if answer.stats.new_tokens > 1 else math.nan
+    return share(answer.stats.new_tokens - 1, times.decode) if answer.stats.new_tokens > 1 else math.nan
 
 
 def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
@@ -98,13 +82,12 @@ def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
         return f"plain decoding, {cycles} steps"
     if cycles == 0:
         return f"{spec.describe()}; no cycle was run"
-    accepted = sum(sum(answer.stats.accepted_per_cycle) for answer in answers)
-    of_all, of_reaching = acceptance(answers, spec.num_steps)
+    counted = Acceptance.of([answer.stats.accepted_per_cycle for answer in answers], spec.num_steps)
     levels = ", ".join(map(str, range(1, spec.num_steps + 1)))
     return (
-        f"{spec.describe()}; tau {accepted / cycles + 1:.2f} tokens per cycle, bonus included, over {cycles} cycles; "
+        f"{spec.describe()}; tau {counted.tau:.2f} tokens per cycle, bonus included, over {cycles} cycles; "
         f"accepted at level {levels}: "
-        f"{_percents(of_all)} of all cycles ({_percents(of_reaching)} of those that reach it)"
+        f"{_percents(counted.unconditional)} of all cycles ({_percents(counted.conditional)} of those that reach it)"
     )
 
 
@@ -116,7 +99,7 @@ def to_json(answer: Generation, index: int, spec: Speculation, times: Times) -> 
     """One answer as a JSON object on one line. `index` is the prompt's number, from 0; `times` are those of the call
     that made it, beside others if it ran with others."""
     stats = answer.stats
-    of_all, of_reaching = acceptance([answer], spec.num_steps)
+    counted = Acceptance.of([stats.accepted_per_cycle], spec.num_steps)
     return json.dumps(
         {
             "index": index,
@@ -133,8 +116,8 @@ def to_json(answer: Generation, index: int, spec: Speculation, times: Times) -> 
             "cycles": stats.cycles,
             "tau": _number(stats.tau),
             "accepted_per_cycle": stats.accepted_per_cycle,
-            "accepted_by_level_of_all_cycles": [_number(x) for x in of_all],
-            "accepted_by_level_of_cycles_that_reach_it": [_number(x) for x in of_reaching],
+            "accepted_by_level_of_all_cycles": [_number(x) for x in counted.unconditional],
+            "accepted_by_level_of_cycles_that_reach_it": [_number(x) for x in counted.conditional],
             "first_token_seconds": _number(times.first),
             "first_token_compile_seconds": _number(times.compile_first),
             "decode_seconds": _number(times.decode),

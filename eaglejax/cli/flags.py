@@ -183,11 +183,42 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("out", "file to store the tuning in; default: the user's cache folder, where it is found again"),
         Flag("json", "the tuning as one JSON object on standard output", "switch"),
     ),
+    "bench": (
+        Flag("prompts", "mt_bench (default), humaneval, gsm8k, qa, random, or JSONL files; several: mt_bench,gsm8k"),
+        Flag("limit", "prompts of each set, spread evenly over it; default 8; 0: all"),
+        Flag("chat", "ask text in the model's chat template; default: on", "switch"),
+        Flag("num_steps", "levels of the trees, such as 1,3,5 (default); plain decoding is always measured"),
+        Flag("topk", "children kept per level, such as 1,4; default 1: chains"),
+        Flag("num_draft_tokens", "nodes of the trees, such as 8,16; a chain has num_steps + 1 whatever stands here"),
+        Flag("tree", "num_steps,topk,num_draft_tokens, in place of the three above; may be repeated", "texts"),
+        Flag("slots", "requests decoded together, such as 1,4; default 1"),
+        Flag("temperature", "such as 0,0.8; default 0"),
+        Flag("max_new_tokens", "of every answer at most; default 128"),
+        Flag("top_k", "keep the k likeliest tokens; 0 keeps all"),
+        Flag("top_p", "keep the likeliest tokens that make up this probability; 1 keeps all"),
+        Flag("min_p", "keep tokens with at least this share of the likeliest one's probability; 0 keeps all"),
+        Flag("seed", "of every request, and of random prompts and weights; default 0"),
+        Flag("ignore_eos", "run on past the model's end-of-text tokens", "switch"),
+        Flag("repeats", "timed turns of every cell; default 3"),
+        Flag("warm_up", "turns of a few tokens before them; default 1"),
+        Flag(
+            "simulate_acceptance",
+            "accept at these rates, whatever the target says: one chance per level among the cycles that reach it, such as 0.8,0.7,0.6",
+        ),
+    ),
+    "bench output": (
+        Flag("json", "the result as one JSON object on standard output", "switch"),
+        Flag("csv", "file to write a row per cell to"),
+        Flag("plots", "folder to draw speed-up, acceptance and cost into (needs matplotlib: the extra plots)"),
+    ),
     "run": (
         Flag("report", "print what was loaded, captured, borrowed and assumed", "switch"),
         Flag("traceback", "show where in the code an input was refused", "switch"),
     ),
 }
+
+# as in generate, but for the slots, of which bench takes several
+GROUPS["bench model"] = tuple(flag for flag in GROUPS["model"] if flag.name != "slots")
 
 
 def define(groups: Sequence[str]) -> absl_flags.FlagValues:

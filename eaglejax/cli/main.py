@@ -24,6 +24,7 @@ from eaglejax.errors import EagleJaxError
 COMMANDS = {
     "generate": "answer prompts: text, token ids, chat messages or a JSONL file",
     "chat": "talk with the model in the terminal",
+    "bench": "plain and speculative decoding side by side, over trees, batches and temperatures, on named prompts",
     "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
     "tune": "measure this machine and pair, and store the trees that --speculation=auto then chooses among",
     "train": "train a draft on the target's own answers; the same command goes on with a run that was stopped",

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`."""
-    if not sys.stderr.isatty() or sys.stdout.isatty():
+def progress(what: str, total: int, *, silent_until_done: bool = False) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`. `silent_until_done`: nothing is printed meanwhile, so the bar may share its terminal."""
+    if not sys.stderr.isatty() or (sys.stdout.isatty() and not silent_until_done):
         yield lambda n: None
         return
     from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from absl.flags import FlagValues
@@ -26,15 +27,18 @@ _FLAGS = {place: name for name, place in _KEYS.items()}
 _NONE_MEANS_NONE = ("draft", "speculation", "tuning")
 
 
-def read_settings(flags: FlagValues) -> RunConfig:
+def read_settings(flags: FlagValues, *, own: Collection[str] = ()) -> RunConfig:
     """The settings of this command line. Flags win over the file, key by key.
+
+    Arguments:
+        own: flags of these names mean something else to this command, which reads them itself.
 
     Raises:
         UsageError: a flag's value is impossible. ConfigError: the file's is.
     """
     path = given(flags, "config")
     tables = read_tables(path) if path is not None else {}
-    chosen = {name: value for name in _KEYS if (value := _value(flags, name)) is not None}
+    chosen = {name: value for name in _KEYS if name not in own and (value := _value(flags, name)) is not None}
     _overlay(tables, chosen)
 
     def label(section: str, key: str) -> str:

@@ -15,11 +15,8 @@ from eaglejax.models.config import DraftConfig, TargetConfig
 from eaglejax.models.draft_config import TargetFacts, read_draft_config
 from eaglejax.models.draft_formats import flatten
 from eaglejax.models.target_config import read_target_config
+from eaglejax.sharding.model_names import PLACES, known_models
 from eaglejax.sharding.storage import Storage, read_storage
-
-PACKAGE = Path(__file__).parent.parent
-# beside the package in a wheel, at the top of the repository in a checkout
-PLACES = (PACKAGE / "configs" / "models", PACKAGE.parent / "configs" / "models")
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,6 @@ class PlanModels:
     storage: Storage | None
     draft_name: str | None
     draft: DraftConfig | None
-
-
-def known_models() -> list[str]:
-    """Names of the built-in configs."""
-    return sorted({folder.parent.name for place in PLACES for folder in place.glob("*/config.json")})
 
 
 def read_models(model: str, draft: str | None) -> PlanModels:

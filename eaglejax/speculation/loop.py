@@ -17,6 +17,7 @@ from eaglejax.speculation.adapt import Policy, account, choose, learn_accepted, 
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.draft import Tip, extend, grow
 from eaglejax.speculation.sampling import draw
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, State
 from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
@@ -28,8 +29,14 @@ def decode(
     spec: Speculation | Auto,
     max_cycles: Int[Array, ""],
     policy: Policy | None = None,
+    simulated: SimulatedAcceptance | None = None,
 ) -> State:
-    """Cycles until every slot is done, or `max_cycles` of them. `policy`: what "auto" chooses by."""
+    """Cycles until every slot is done, or `max_cycles` of them.
+
+    Arguments:
+        policy: what "auto" chooses by.
+        simulated: for measurements of models with random weights, how much to accept in place of what the target drew.
+    """
 
     def running(carry):
         index, state = carry
@@ -38,15 +45,15 @@ def decode(
     def body(carry):
         index, state = carry
         if isinstance(spec, Speculation):
-            return index + 1, cycle(models, state, spec)
+            return index + 1, cycle(models, state, spec, simulated)
         assert policy is not None
-        return index + 1, adaptive_cycle(models, state, spec, policy)
+        return index + 1, adaptive_cycle(models, state, spec, policy, simulated)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-def cycle(models: Models, state: State, spec: Speculation) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root."""
+def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None) -> State:
+    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`: see `decode`."""
     # 1. draft extend: the tokens accepted last time enter the draft's cache with the target's own features
     tip = None
     if spec.num_steps:
@@ -58,12 +65,14 @@ def cycle(models: Models, state: State, spec: Speculation) -> State:
     # 2. grow: a tree of candidates below the last committed token
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
-    outcome = look(models, state, tip, spec, spec.num_steps + 1)
+    outcome = look(models, state, tip, spec, spec.num_steps + 1, simulated)
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
     return settle(state, outcome)
 
 
-def adaptive_cycle(models: Models, state: State, auto: Auto, policy: Policy) -> State:
+def adaptive_cycle(
+    models: Models, state: State, auto: Auto, policy: Policy, simulated: SimulatedAcceptance | None = None
+) -> State:
     """The same round with the tree, or none, that is fastest by the slots' own history: "auto".
 
     Branches read the caches and never write them: a cache that a branch writes would be copied whole.
@@ -84,7 +93,7 @@ def adaptive_cycle(models: Models, state: State, auto: Auto, policy: Policy) -> 
     draft_cache = commit(state.draft_cache, ran.rows, start, jnp.where(run, count, 0), ran.tip.hidden)
     state = replace(state, draft_cache=draft_cache, pending_count=jnp.where(run, 0, count))
     # 2. to 4.
-    looks = [partial(look, models, state, ran.tip, spec, most) for spec in auto.choices]
+    looks = [partial(look, models, state, ran.tip, spec, most, simulated) for spec in auto.choices]
     outcome = lax.switch(choice, looks)
     # 5.
     belief = learn_guesses(policy, state.belief, ran.right, ran.guesses)
@@ -104,7 +113,14 @@ class Outcome:
     accepted: Int[Array, " b"]  # accepted drafted tokens
 
 
-def look(models: Models, state: State, tip: Tip | None, spec: Speculation, most: int) -> Outcome:
+def look(
+    models: Models,
+    state: State,
+    tip: Tip | None,
+    spec: Speculation,
+    most: int,
+    simulated: SimulatedAcceptance | None = None,
+) -> Outcome:
     """Grow, verify, accept. `most`: rows of the outcome, num_steps + 1 or more."""
     root_positions = state.length - 1
     root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
@@ -113,7 +129,10 @@ def look(models: Models, state: State, tip: Tip | None, spec: Speculation, most:
         assert models.draft is not None and tip is not None
         tree = grow(models.draft, state.draft_cache, tip, root, root_positions, state.request, spec)
     verdict = verify(models, state.target_cache, tree, root_positions, state.request)
-    accepted = accept(tree, verdict.draws, spec.num_steps)
+    if simulated is None:
+        accepted = accept(tree, verdict.draws, spec.num_steps)
+    else:
+        accepted = simulated.accept(tree, root_positions, state.request.seed, spec.num_steps)
     path = jnp.pad(accepted.path, ((0, 0), (0, most - accepted.path.shape[1])), mode="edge")
     along = lambda rows: take_rows(rows, path)
     with jax.named_scope("commit"):

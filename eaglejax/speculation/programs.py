@@ -21,6 +21,7 @@ from eaglejax.sharding.mesh import DATA, axis_size
 from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
 from eaglejax.speculation.adapt import Policy, fresh_belief, prior_policy
+from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, Request, State, new_state
 
 # One prefill program per bucket: a prompt is cut into the largest that fit, the rest padded up to the smallest that holds it.
@@ -50,6 +51,7 @@ class Programs:
     own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
+    `simulated`: how much to accept in place of what the target draws; for measurements with random weights.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Programs:
         max_len: int,
         dtype: DTypeLike,
         mesh: Mesh | None = None,
+        simulated: SimulatedAcceptance | None = None,
     ):
         self.spec, self.max_len, self.dtype, self.mesh = spec, max_len, dtype, mesh
         self.boundaries = boundaries if spec.num_steps else ()
@@ -88,7 +91,7 @@ class Programs:
 
         def decode(arrays, state, policy, max_cycles, ended):
             state = replace(state, done=state.done | ended)
-            return loop.decode(models(arrays), state, spec, max_cycles, policy)
+            return loop.decode(models(arrays), state, spec, max_cycles, policy, simulated)
 
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype, self._choices)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from eaglejax import Generation, Speculation
-from eaglejax.cli.answers import Times, acceptance, closing_line, closing_line_of_many, to_json
+from eaglejax.cli.answers import Times, closing_line, closing_line_of_many, to_json
 from eaglejax.generation import Stats
 from eaglejax.measure.compile_clock import CompileClock
 
@@ -18,18 +18,6 @@ CHAIN = Speculation(num_steps=5)
 def answer(accepted: list[int], tokens: int, text: str = "words") -> Generation:
     stats = Stats(seed=9, prompt_tokens=4, new_tokens=tokens, accepted_per_cycle=accepted)
     return Generation(text, list(range(tokens)), "length", None, [1, 2, 3, 4], stats)
-
-
-def test_acceptance_by_level_is_told_both_ways():
-    of_all, of_reaching = acceptance([answer([3, 0, 1, 5], 14)], 5)
-    assert of_all == [3 / 4, 2 / 4, 2 / 4, 1 / 4, 1 / 4]
-    assert of_reaching == [3 / 4, 2 / 3, 1, 1 / 2, 1]
-
-
-def test_cycles_of_several_answers_are_pooled():
-    # a mean of the two answers' shares would be (1 + 1/3) / 2
-    of_all, _ = acceptance([answer([1], 2), answer([0, 0, 1], 4)], 1)
-    assert of_all == [2 / 4]
 
 
 def test_closing_line_names_every_figure():

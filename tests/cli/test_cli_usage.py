@@ -27,7 +27,7 @@ def flags(*words: str):
     [
         ([], "no command given"),
         (["generat"], "unknown command 'generat'. Did you mean generate?"),
-        (["bench"], "There are: generate, chat"),
+        (["serve"], "There are: generate, chat"),
         (["generate"], "give prompts in one way"),
         (["generate", "--prompt=x", "--temprature=1"], "Did you mean: temperature"),
         (["generate", "--prompt=x", "hello"], "unexpected argument 'hello'"),

@@ -1,0 +1,189 @@
+"""`eaglejax bench`: plain and speculative decoding side by side on named prompts; a table, JSON, CSV and plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl.flags import FlagValues
+
+from eaglejax.cli.flags import UsageError, given
+from eaglejax.cli.settings import read_settings
+from eaglejax.config import Speculation, real_number, whole_number
+from eaglejax.errors import ConfigError, EagleJaxError
+from eaglejax.measure.bench_grid import Grid, grid_of_trees, make_grid
+from eaglejax.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from eaglejax.engine import EagleJaxEngine
+
+GROUPS = ("bench", "bench model", "bench output", "run")
+AXES = ("num_steps", "topk", "num_draft_tokens")
+OWN = (*AXES, "slots", "temperature")  # lists here
+DEFAULT_STEPS = "1,3,5"
+MOST_REPEATS = 1000
+
+
+def main(flags: FlagValues) -> int:
+    settings = read_settings(flags, own=OWN)
+    shape = is_shape(settings.model)
+    drafted = settings.draft is not None or (shape and flags["draft"].value is None)
+    grid = _grid(flags, settings, shape=shape, drafted=drafted)
+    numbers = _numbers(flags)
+    rates = _rates(flags)
+    if rates and not grid.trees:
+        raise UsageError("--simulate_acceptance: acceptance belongs to a tree, and only plain decoding is measured")
+    folder, table = given(flags, "plots"), given(flags, "csv")
+
+    # numpy, then jax, from here on
+    from eaglejax.measure.bench_plots import check_plots, draw_plots
+    from eaglejax.measure.prompt_sets import check_set
+
+    for name in grid.prompts:
+        check_set(name)
+    if folder is not None:
+        check_plots(Path(folder))
+    if table is not None:
+        _check_writable(Path(table))
+    from eaglejax.cli.compile_cache import use_compile_cache
+    from eaglejax.cli.progress import progress
+    from eaglejax.measure.bench import Question, run_bench, runs_of
+    from eaglejax.measure.bench_report import to_json, to_text, write_csv
+    from eaglejax.speculation.simulated import SimulatedAcceptance
+
+    simulated = SimulatedAcceptance(rates) if rates else None
+    use_compile_cache()
+    engine, draft_name = _open(settings, grid, flags, shape=shape, seed=numbers["seed"])
+    if flags["report"].value:
+        print(engine.load_report, file=sys.stderr)
+    question = Question(
+        grid,
+        replace(settings.sampling, seed=numbers["seed"]),
+        numbers["limit"],
+        numbers["repeats"],
+        numbers["warm_up"],
+        flags["chat"].value is not False,
+        simulated,
+        draft_name,
+        random_weights=shape,
+    )
+    with progress("bench", runs_of(question), silent_until_done=True) as advance:
+        result = run_bench(engine, question, done=lambda cell: advance(1))
+    print(json.dumps(to_json(result)) if flags["json"].value else to_text(result), flush=True)
+    if table is not None:
+        write_csv(result, Path(table))
+    for path in draw_plots(result, Path(folder)) if folder is not None else ():
+        print(f"{path}", file=sys.stderr)
+    return 0
+
+
+def is_shape(model: str) -> bool:
+    """Whether a model is named by its config alone, a built-in one or a file, so that its weights are made at random."""
+    from eaglejax.sharding.model_names import known_models
+
+    path = Path(model)
+    return path.suffix == ".json" or (not path.exists() and model.lower() in known_models())
+
+
+def _grid(flags: FlagValues, settings: RunConfig, *, shape: bool, drafted: bool) -> Grid:
+    """The cells asked for. Raises UsageError."""
+    axes: dict[str, Any] = {
+        "prompts": _list(flags, "prompts") or ["random" if shape else "mt_bench"],
+        "slots": _list(flags, "slots") or [1],
+        "temperatures": _list(flags, "temperature") or [settings.sampling.temperature],
+    }
+    trees, numbers = given(flags, "tree"), {name: _list(flags, name) for name in AXES}
+    asked = [name for name in AXES if numbers[name] is not None]
+    if trees and asked:
+        raise UsageError(f"--tree and --{asked[0]} exclude each other: trees, or a grid of their numbers")
+    if trees:
+        grid = _wrong_usage(lambda: grid_of_trees([_tree(text) for text in trees], **axes))
+    elif asked or (settings.speculation == "auto" and drafted):
+        grid = _wrong_usage(
+            lambda: make_grid(
+                num_steps=numbers["num_steps"] or DEFAULT_STEPS.split(","),
+                topk=numbers["topk"] or [1],
+                num_draft_tokens=numbers["num_draft_tokens"] or [None],
+                **axes,
+            )
+        )
+    else:  # the file's own tree, or none
+        spec = settings.speculation if isinstance(settings.speculation, Speculation) else None
+        grid = _wrong_usage(lambda: grid_of_trees([spec] if spec else [], **axes))
+    if grid.trees and not drafted:
+        raise UsageError("--draft: a tree needs a draft, and none is named; for plain decoding alone: --num_steps=0")
+    return grid
+
+
+def _list(flags: FlagValues, name: str) -> list[str] | None:
+    """The values of a flag that takes several; None where it was not given. Raises UsageError for one without a value."""
+    text = flags[name].value
+    if text is None:
+        return None
+    values = [part.strip() for part in text.split(",")]
+    if not all(values):
+        raise UsageError(f"--{name}: an empty grid, or an empty value in it; found {text!r}; expected such as 1,3,5")
+    return values
+
+
+def _tree(text: str) -> Speculation:
+    parts = text.split(",")
+    if len(parts) not in (2, 3):
+        raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
+    try:
+        return Speculation(*parts)  # pyright: ignore[reportArgumentType]
+    except ConfigError as error:
+        raise UsageError(f"--tree: {error}") from None
+
+
+def _numbers(flags: FlagValues) -> dict[str, int]:
+    whole = lambda name, default, low, most: whole_number(name, given(flags, name) or default, low, most)
+    return _wrong_usage(
+        lambda: {
+            "limit": whole("limit", 8, 0, None),
+            "repeats": whole("repeats", 3, 1, MOST_REPEATS),
+            "warm_up": whole("warm_up", 1, 0, MOST_REPEATS),
+            "seed": whole("seed", 0, 0, 2**63 - 1),
+        }
+    )
+
+
+def _rates(flags: FlagValues) -> list[float]:
+    name = "simulate_acceptance"
+    return _wrong_usage(lambda: [real_number(name, text, 0, 1) for text in _list(flags, name) or ()])
+
+
+def _wrong_usage(make: Any) -> Any:
+    """What `make` returns; a refusal of a flag's value is wrong usage."""
+    try:
+        return make()
+    except EagleJaxError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse before the measurement what could not be written after it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError("cannot be written", where=f"csv: {path}", found=error.strerror) from None
+
+
+def _open(
+    settings: RunConfig, grid: Grid, flags: FlagValues, *, shape: bool, seed: int
+) -> tuple[EagleJaxEngine, str | None]:
+    """The engine, and what its draft is called. Its slots are the fewest of the grid: what more cells need is looked at cell by cell."""
+    from eaglejax.engine import EagleJaxEngine
+
+    if not shape:
+        asked = settings.engine_arguments() | {"slots": min(grid.slots), "speculation": None}
+        return EagleJaxEngine.from_pretrained(**asked), settings.draft
+    from eaglejax.measure.random_pair import random_engine
+
+    if settings.capture != "auto" or settings.draft_config:
+        raise UsageError("--capture and --draft_config are for drafts with weights; this model is its config alone")
+    draft = settings.draft or ("auto" if flags["draft"].value is None and grid.trees else None)
+    return random_engine(settings, draft, slots=min(grid.slots), seed=seed)

@@ -1,0 +1,14 @@
+"""The configs of known models that come with the package. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent
+# beside the package in a wheel, at the top of the repository in a checkout
+PLACES = (PACKAGE / "configs" / "models", PACKAGE.parent / "configs" / "models")
+
+
+def known_models() -> list[str]:
+    """Names of the built-in configs."""
+    return sorted({folder.parent.name for place in PLACES for folder in place.glob("*/config.json")})
