@@ -41,40 +41,45 @@ def look_ahead_step(models: Models, state: State, specs: Sequence[Speculation]) 
     return settle(state, look(models, state, tip, PLAIN, 1)), found
 
 
-def look_ahead(
-    programs: Programs, jobs: Sequence[Job], specs: Sequence[Speculation], advance: Callable[[int], object]
-) -> list[list[Text]]:
-    """For each of `specs` the texts of the jobs with its trees.
+class LookAhead:
+    """The calibration's program: compiled once for any requests.
 
     Arguments:
-        programs: of a chain or tree; only its prefill and its state are used.
-        advance: told the steps that have run, for a progress bar.
+        programs: of a chain or tree of the pair; only its prefill and its state are used.
+        specs: the trees to grow at every token.
     """
 
-    def run(models, state):
-        return lax.scan(lambda state, _: look_ahead_step(models, state, specs), state, length=STEPS_PER_CALL)
+    def __init__(self, programs: Programs, specs: Sequence[Speculation]):
+        self.programs, self.specs = programs, list(specs)
 
-    width = programs.slots_for(len(jobs), len(jobs))
-    step = programs.also(run, [P(None, DATA)] * 4 * len(specs))
-    state = Wave(programs, jobs, None, width).prefilled()
-    grown: list[list] = []
-    budget = max(job.sampling.max_new_tokens for job in jobs) - 1
-    for _ in range(0, budget, STEPS_PER_CALL):
-        state, found = step(state)
-        found = [fetch(part) for part in found]
-        grown += [[part[index] for part in found] for index in range(STEPS_PER_CALL)]
-        advance(STEPS_PER_CALL)
-        if fetch(state.done).all():
-            break
-    tokens, lengths = fetch(state.tokens), fetch(state.length)
-    answers = [[int(i) for i in tokens[slot, len(job.prompt) : lengths[slot]]] for slot, job in enumerate(jobs)]
-    return [
-        [
-            Text(answer, [_tree(grown[i], tree, slot) for i in range(len(answer) - 1)])
-            for slot, answer in enumerate(answers)
+        def run(models, state):
+            return lax.scan(lambda state, _: look_ahead_step(models, state, specs), state, length=STEPS_PER_CALL)
+
+        self._step = programs.also(run, [P(None, DATA)] * 4 * len(self.specs))
+
+    def run(self, jobs: Sequence[Job], advance: Callable[[int], object]) -> list[list[Text]]:
+        """For each of the specs the texts of the jobs with its trees. `advance`: told the steps that have run, for a progress bar."""
+        width = self.programs.slots_for(len(jobs), len(jobs))
+        state = Wave(self.programs, jobs, None, width).prefilled()
+        grown: list[list] = []
+        budget = max(job.sampling.max_new_tokens for job in jobs) - 1
+        for _ in range(0, budget, STEPS_PER_CALL):
+            state, found = self._step(state)
+            found = [fetch(part) for part in found]
+            grown += [[part[index] for part in found] for index in range(STEPS_PER_CALL)]
+            advance(STEPS_PER_CALL)
+            if fetch(state.done).all():
+                break
+        tokens, lengths = fetch(state.tokens), fetch(state.length)
+        self.programs.keep(state)
+        answers = [[int(i) for i in tokens[slot, len(job.prompt) : lengths[slot]]] for slot, job in enumerate(jobs)]
+        return [
+            [
+                Text(answer, [_tree(grown[place], tree, slot) for place in range(len(answer) - 1)])
+                for slot, answer in enumerate(answers)
+            ]
+            for tree in range(len(self.specs))
         ]
-        for tree in range(len(specs))
-    ]
 
 
 def _tree(found: list[np.ndarray], tree: int, slot: int) -> GrownTree:

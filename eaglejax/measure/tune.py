@@ -13,7 +13,7 @@ from eaglejax.config import PLAIN, Auto, Sampling, Speculation, whole_number
 from eaglejax.errors import ConfigError
 from eaglejax.measure.cost_curve import ROWS, CostCurve, measure_curve
 from eaglejax.measure.cycle_costs import measure_costs
-from eaglejax.measure.look_ahead import look_ahead, whole_pool
+from eaglejax.measure.look_ahead import LookAhead, whole_pool
 from eaglejax.measure.prompt_sets import read_prompts
 from eaglejax.measure.replay import Replayed, Text, first_guesses, replay, settings
 from eaglejax.measure.timing import Spread, alternate
@@ -79,7 +79,8 @@ def tune(
     if temperature > 0:
         classes[SAMPLED] = replace(classes[GREEDY], temperature=temperature, seed=0)
 
-    found = {name: _calibrate(engine, asked, sampling, told) for name, sampling in classes.items()}
+    looking = _looking(engine)
+    found = {name: _calibrate(looking, asked, sampling, told) for name, sampling in classes.items()}
     curve = _curve(engine, asked, rows, told)
     most = min(pair.draft.config.draft_vocab_size, TOPK)
     wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
@@ -109,17 +110,24 @@ def _silent() -> Iterator[Callable[[int], object]]:
     yield lambda n: None
 
 
-def _calibrate(engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, told: Progress) -> Found:
+def _looking(engine: EagleJaxEngine) -> LookAhead:
     assert engine._pair.draft is not None
     most = min(engine._pair.draft.config.draft_vocab_size, TOPK)
     specs = [whole_pool(CHAIN_STEPS, 1), whole_pool(TREE_STEPS, most)]
+    return LookAhead(engine._programs_for(specs[0]), specs)
+
+
+def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, told: Progress) -> Found:
     jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
-    kind = "sampled" if sampling.temperature else "greedy"
+    kind = SAMPLED if sampling.temperature else GREEDY
     with told(f"calibration, {kind}", sampling.max_new_tokens) as advance:
-        chains, broad = look_ahead(engine._programs_for(specs[0]), jobs, specs, advance)
+        chains, broad = looking.run(jobs, advance)
     if sum(len(text.trees) for text in chains) <= CHAIN_STEPS * len(chains):
         raise ConfigError(
-            "the answers are too short to learn from", where="max_len", found=engine.max_len, fix="shorter prompts"
+            "the answers are too short to learn from",
+            where="max_len",
+            found=looking.programs.max_len,
+            fix="shorter prompts",
         )
     return Found(sampling, chains, broad)
 

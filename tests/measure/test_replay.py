@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eaglejax import Sampling, Speculation
-from eaglejax.measure.look_ahead import look_ahead, whole_pool
+from eaglejax.measure.look_ahead import LookAhead, whole_pool
 from eaglejax.measure.replay import GrownTree, Text, first_guesses, path_ranks, replay, settings
 from eaglejax.wave import Job
 
@@ -69,7 +69,7 @@ def test_replayed_cycles_are_the_real_ones(engine, sampling):
     jobs = [Job(prompt, sampling, sampling.seed or 0, ()) for prompt in asked]
     specs = [whole_pool(5, 1), whole_pool(3, 4)]
     steps = []
-    chains, broad = look_ahead(engine._programs_for(specs[0]), jobs, specs, steps.append)
+    chains, broad = LookAhead(engine._programs_for(specs[0]), specs).run(jobs, steps.append)
     assert sum(steps) >= 47
     plain = engine.generate(asked, sampling, speculation=None)
     assert [text.tokens for text in chains] == pairs.ids(plain)
