@@ -25,12 +25,13 @@ def begin(engine, asked, sampling, spec=AUTO):
     return programs, pairs.prefilled(programs, programs.start(request, padded), padded.shape[1])
 
 
-def one(programs, state, policy):
-    return programs.decode(state, 1, np.zeros(state.length.shape[0], bool), programs.place_policy(policy))
+def run(programs, state, policy, cycles=1):
+    return programs.decode(state, cycles, np.zeros(state.length.shape[0], bool), programs.place_policy(policy))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(random_engine, sampling):
+@pytest.mark.parametrize(("name", "sampling"), [("latent", SAMPLINGS[0]), ("grouped", SAMPLINGS[1])])
+def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(request, name, sampling):
+    random_engine = request.getfixturevalue(name)
     asked = pairs.prompts([3, 9])
     plain = random_engine.generate(asked, sampling, speculation=None)
     programs, state = begin(random_engine, asked, sampling)
@@ -38,7 +39,7 @@ def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(random_
     # long stretches of plain decoding fill the window more than once
     order = [*rng.integers(0, 3, 6), *[0] * 19, 2, *rng.integers(0, 3, 4), *[0] * 40]
     for choice in order:
-        state = one(programs, state, forced(prior_policy(AUTO), int(choice)))
+        state = run(programs, state, forced(prior_policy(AUTO), int(choice)))
         if choice:
             assert int(state.pending_count.max()) <= AUTO.num_steps + 1
     for slot, answer in enumerate(plain):
@@ -47,7 +48,7 @@ def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(random_
     if sampling.temperature == 0:
         programs, state = begin(random_engine, asked, replace(sampling, max_new_tokens=100))
         for choice in order[:28]:
-            state = one(programs, state, forced(prior_policy(AUTO), int(choice)))
+            state = run(programs, state, forced(prior_policy(AUTO), int(choice)))
         assert int(state.pending_count.max()) > 0
         assert pairs.caches_are_fresh(programs, pairs.snapshot(state))
 
@@ -92,7 +93,7 @@ def test_speculation_that_cannot_pay_loses_little_and_resumes_when_it_can(long_e
     programs, state = begin(long_engine, asked, sampling, LONG)
     programs.use_draft(spoiled(long_engine))
     while int(state.length[0]) < 300:
-        state = one(programs, state, TABLES)
+        state = run(programs, state, TABLES, 15)
     made, spent = int(state.length[0]) - 6, float(state.belief.spent[0])
     windows = made // LONG.window + 1
     assert spent - made <= ALLOWANCE + SHARE * spent + windows * float(TABLES.catch_up) + 0.5
@@ -102,14 +103,13 @@ def test_speculation_that_cannot_pay_loses_little_and_resumes_when_it_can(long_e
     programs.use_draft(long_engine._pair.draft)
     before = int(state.length[0])
     while int(state.belief.used[0, 1:].sum()) == wasted:
-        state = one(programs, state, TABLES)
+        state = run(programs, state, TABLES, 2)
     assert int(state.length[0]) - before <= 64
     here = pairs.committed(pairs.snapshot(state), 0)
 
     def tail(programs, state):
         cycles = int(state.cycles[0])
-        for _ in range(30):
-            state = one(programs, state, forced(TABLES, 1))
+        state = run(programs, state, forced(TABLES, 1), 30)
         return [int(a) for a in state.accepted[0, cycles : int(state.cycles[0])]]
 
     _, fresh = begin(long_engine, [here[:-1]], sampling, LONG)
@@ -118,22 +118,21 @@ def test_speculation_that_cannot_pay_loses_little_and_resumes_when_it_can(long_e
     assert resumed == tail(programs, fresh) and sum(resumed) > 10
 
 
-def test_the_tables_change_without_a_compile_and_costs_decide(random_engine):
-    asked, sampling = pairs.prompts([4]), Sampling(max_new_tokens=30)
+def test_the_tables_change_without_a_compile_and_costs_decide(grouped):
+    asked, sampling = pairs.prompts([4, 5]), Sampling(max_new_tokens=30)
     dear = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [9.0, 9.0], 0.2, 0.6)
     cheap = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [1.05, 1.5], 0.2, 0.6)
     used = []
     for tables in (dear, cheap):
-        programs, state = begin(random_engine, asked, sampling)
-        for _ in range(6):
-            state = one(programs, state, tables)
+        programs, state = begin(grouped, asked, sampling)
+        state = run(programs, state, tables, 6)
         used.append([int(n) for n in state.belief.used[0]])
     assert used[0] == [6, 0, 0] and used[1][1] > 3
 
 
-def test_costs_are_measured_with_the_program_that_decodes(random_engine):
-    programs = random_engine._programs_for(AUTO)
-    costs = measure_costs(programs, 1)
+def test_costs_are_measured_with_the_program_that_decodes(grouped):
+    programs = grouped._programs_for(AUTO)
+    costs = measure_costs(programs, 2)
     assert len(costs.trees) == 2 and min(costs.trees) > 0 and costs.catch_up >= 0 and costs.plain_ms > 0
 
 
