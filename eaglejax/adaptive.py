@@ -26,11 +26,19 @@ class Adaptive:
     """The trees and tables of one pair. `tuning`: "auto", "measure" (no stored one), "none" (priors alone), or a file's path."""
 
     def __init__(self, pair: Pair, slots: int, tuning: str):
-        self._pair, self._asked = pair, tuning
-        self.tuning = _find(pair, slots, tuning)
+        self._pair, self._slots, self._asked = pair, slots, tuning
+        self._tuning: Tuning | None = None
+        self._looked = tuning in ("none", "measure")
         self._costs: dict[tuple[Auto, int], Costs] = {}
         self._policies: dict[tuple[Auto, int, bool], Policy] = {}
-        pair.report.note(SECTION, self.describe())
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The tuning in use. Looked for when "auto" is first asked for; raises ConfigError where a file was named that does not fit."""
+        if not self._looked:
+            self._tuning = _find(self._pair, self._slots, self._asked)
+            self._looked = True
+        return self._tuning
 
     @property
     def auto(self) -> Auto:
@@ -39,7 +47,7 @@ class Adaptive:
 
     def use(self, tuning: Tuning) -> None:
         """Decode with a new tuning from now on."""
-        self.tuning = tuning
+        self._tuning, self._looked = tuning, True
         self._policies.clear()
 
     def policy(self, programs: Programs, width: int, sampled: bool) -> Policy:
@@ -92,8 +100,6 @@ class Adaptive:
 
 def _find(pair: Pair, slots: int, asked: str) -> Tuning | None:
     """The tuning asked for; process 0's where there are several. Raises ConfigError for a file that does not fit."""
-    if asked in ("none", "measure"):
-        return None
     here = holds_for(pair, slots)
     path = stored_path(here) if asked == "auto" else Path(asked)
     with telling("tuning"):

@@ -160,6 +160,8 @@ class EagleJaxEngine:
             max_len = pair.target.config.max_position
         engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots, tuning=str(tuning))
         pair.report.note("speculation", engine.speculation.describe())
+        if isinstance(engine.speculation, Auto) and engine._adaptive is not None:
+            pair.report.note("speculation", engine._adaptive.describe())
         if pair.capture is not None and pair.capture.alternatives:
             settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
