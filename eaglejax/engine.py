@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from eaglejax.adaptive import UNTUNED, Adaptive
 from eaglejax.capture_probe import settle_capture
-from eaglejax.config import PLAIN, Auto, Sampling, Speculation, whole_number
+from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
@@ -311,7 +311,7 @@ class EagleJaxEngine:
         prompts: Any = None,
         *,
         max_new_tokens: int = 64,
-        temperature: float = 0.8,
+        temperature: Real = 0.8,
         store: bool = True,
         progress: Any = None,
     ) -> Tuning:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eaglejax.config import PLAIN, Auto, Sampling, Speculation, whole_number
+from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, real_number, whole_number
 from eaglejax.errors import ConfigError
 from eaglejax.measure.cost_curve import ROWS, CostCurve, measure_curve
 from eaglejax.measure.cycle_costs import measure_costs
@@ -58,7 +58,7 @@ def tune(
     prompts: Sequence[Any],
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
+    temperature: Real = 0.8,
     rows: Sequence[int] = ROWS,
     progress: Callable[[str, int], Any] | None = None,
 ) -> Tuning:
@@ -74,6 +74,7 @@ def tune(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least + 2, engine.max_len - 1)
     asked = engine.encode(list(prompts))[:slots]
     asked = [asked[index % len(asked)] for index in range(slots)]
+    temperature = real_number("temperature", temperature, 0, 1e4)
     told = progress or (lambda what, total: _silent())
     classes = {GREEDY: Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)}
     if temperature > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class Tuning:
                 HoldsFor(**stored["holds_for"]),
                 tuple(Speculation(*tree) for tree in stored["trees"]),
                 stored["window"],
-                replace(Costs(**costs), trees=tuple(map(float, costs["trees"]))),
+                Costs(**(costs | {"trees": tuple(map(float, costs["trees"]))})),
                 {
                     name: Acceptance(tuple(tuple(map(float, tree)) for tree in found["reach"]), found["first_guess"])
                     for name, found in stored["acceptance"].items()
