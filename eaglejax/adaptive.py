@@ -72,14 +72,15 @@ class Adaptive:
     def _tables(self, programs: Programs, width: int, sampled: bool) -> Policy:
         auto, tuning = programs.spec, self.tuning
         assert isinstance(auto, Auto)
-        fits = tuning is not None and tuning.auto == auto
-        if fits and tuning.holds_for.slots == width:
-            return tuning.policy(sampled)
+        acceptance = None
+        if tuning is not None and tuning.auto == auto:
+            if tuning.holds_for.slots == width:
+                return tuning.policy(sampled)
+            acceptance = tuning.acceptance_of(sampled)
         if self._asked == "none":
             return prior_policy(auto)
         costs = self._measured(programs, width)
-        if fits:
-            acceptance = tuning.acceptance["sampled" if sampled and "sampled" in tuning.acceptance else "greedy"]
+        if acceptance is not None:
             return make_policy(acceptance.reach, costs.trees, costs.catch_up, acceptance.first_guess)
         return make_policy([prior_reach(tree) for tree in auto.trees], costs.trees, costs.catch_up, PRIOR_CHAIN[0])
 

@@ -95,8 +95,12 @@ class Tuning:
 
     def policy(self, sampled: bool) -> Policy:
         """The tables of a wave; `sampled` where any of its requests draws."""
-        found = self.acceptance["sampled" if sampled and "sampled" in self.acceptance else "greedy"]
+        found = self.acceptance_of(sampled)
         return make_policy(found.reach, self.costs.trees, self.costs.catch_up, found.first_guess)
+
+    def acceptance_of(self, sampled: bool) -> Acceptance:
+        """Of requests that draw, where they were tuned for; else of greedy ones."""
+        return self.acceptance["sampled" if sampled and "sampled" in self.acceptance else "greedy"]
 
     def to_json(self) -> dict[str, Any]:
         """For the file."""
