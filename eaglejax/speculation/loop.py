@@ -77,10 +77,11 @@ def adaptive_cycle(
 
     Branches read the caches and never write them: a cache that a branch writes would be copied whole.
     """
-    assert state.belief is not None and models.draft is not None
+    belief = state.belief
+    assert belief is not None and models.draft is not None
     live, most = ~state.done, auto.num_steps + 1
     made = state.length - state.request.prompt_length - 1
-    choice = choose(policy, state.belief, made, state.request.limit - state.length, live)
+    choice = choose(policy, belief, made, state.request.limit - state.length, live)
 
     # 1. rows that wait since plain decoding began go through the draft at once: before a tree, or when they fill the window; what it
     #    guesses beside them says whether speculation would pay
@@ -96,7 +97,7 @@ def adaptive_cycle(
     looks = [partial(look, models, state, ran.tip, spec, most, simulated) for spec in auto.choices]
     outcome = lax.switch(choice, looks)
     # 5.
-    belief = learn_guesses(policy, state.belief, ran.right, ran.guesses)
+    belief = learn_guesses(policy, belief, ran.right, ran.guesses)
     belief = learn_accepted(policy, belief, choice, outcome.accepted, live)
     state = replace(state, belief=account(policy, belief, choice, whole, live))
     return settle(state, outcome)
