@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eaglejax.config import Sampling, Speculation
+    from eaglejax.config import Auto, Sampling, Speculation
     from eaglejax.drafting import load_draft
     from eaglejax.engine import EagleJaxEngine
     from eaglejax.generation import Generation, Tree
 
 __version__ = "0.1.0"
 
-__all__ = ["EagleJaxEngine", "Generation", "Sampling", "Speculation", "Tree", "load_draft"]
+__all__ = ["Auto", "EagleJaxEngine", "Generation", "Sampling", "Speculation", "Tree", "load_draft"]
 
 _HOMES = {
     "EagleJaxEngine": "eaglejax.engine",
     "Generation": "eaglejax.generation",
+    "Auto": "eaglejax.config",
     "Sampling": "eaglejax.config",
     "Speculation": "eaglejax.config",
     "Tree": "eaglejax.generation",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eaglejax.errors import ConfigError
 
-MAX_STEPS, MAX_NODES = 32, 256
+MAX_STEPS, MAX_NODES, MAX_TREES = 32, 256, 4
 INT32 = 2**31 - 1
 
 if TYPE_CHECKING:
@@ -155,6 +155,67 @@ class Speculation:
             return "plain decoding"
         shape = "chain" if self.topk == 1 else "tree"
         return f"{shape} ({self.num_steps}, {self.topk}, {self.nodes}): num_steps, topk, num_draft_tokens"
+
+
+PLAIN = Speculation(num_steps=0)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Trees among which the loop chooses before every cycle; plain decoding is always one of the choices (`speculation/adapt.py`).
+
+    Arguments:
+        trees: one to four of them; each is compiled, all into one program.
+        window: draft rows that a slot keeps while plain decoding runs; the draft is run over them when they are full.
+    """
+
+    trees: tuple[Speculation, ...]
+    window: Whole = 32
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)
+        trees = tuple(self.trees)
+        if not 1 <= len(trees) <= MAX_TREES or not all(isinstance(t, Speculation) and t.num_steps for t in trees):
+            raise ConfigError(
+                "not trees to choose among", where="trees", found=trees, expected=f"1 to {MAX_TREES} of num_steps >= 1"
+            )
+        if len(set(trees)) < len(trees):
+            raise ConfigError("a tree is given twice", where="trees", found=trees)
+        put("trees", trees)
+        put("window", whole_number("window", self.window, self.num_steps + 2, 1024))
+
+    @property
+    def choices(self) -> tuple[Speculation, ...]:
+        """Plain decoding, then the trees: a choice is an index into these."""
+        return (PLAIN, *self.trees)
+
+    @property
+    def num_steps(self) -> int:
+        """Levels of the deepest tree."""
+        return max(tree.num_steps for tree in self.trees)
+
+    @property
+    def topk(self) -> int:
+        """Children per level of the broadest tree."""
+        return max(tree.topk for tree in self.trees)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the largest tree, the root included."""
+        return max(tree.nodes for tree in self.trees)
+
+    @property
+    def guess(self) -> Speculation:
+        """How the draft's first guess is scored, as the first tree does it."""
+        first = self.trees[0]
+        return Speculation(
+            1, 1, score_temperature=first.temperature_of(1), coupled=first.coupled, coupling=first.coupling
+        )
+
+    def describe(self) -> str:
+        """The setting in words."""
+        shapes = ", ".join(f"({t.num_steps}, {t.topk}, {t.nodes})" for t in self.trees)
+        return f'"auto": plain decoding or one of {shapes}, chosen every cycle'
 
 
 @dataclass(frozen=True)

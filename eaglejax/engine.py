@@ -8,13 +8,15 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
 
+from eaglejax.adaptive import UNTUNED, Adaptive
 from eaglejax.capture_probe import settle_capture
-from eaglejax.config import Sampling, Speculation, whole_number
+from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, whole_number
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
+from eaglejax.measure.tuning import Tuning, stored_path
 from eaglejax.models.draft import Draft
 from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
@@ -28,10 +30,7 @@ from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
 from eaglejax.wave import Job, Wave
 
-PLAIN = Speculation(num_steps=0)
-# until a tree is chosen from measured costs, "auto" is this chain
-AUTO = Speculation(num_steps=3, topk=1, num_draft_tokens=4)
-Setting = Speculation | Literal["auto"] | None
+Setting = Speculation | Auto | Literal["auto"] | None
 
 
 class _Own(Enum):
@@ -44,14 +43,14 @@ _ENGINE = _Own.SETTING
 Override = Setting | _Own
 
 
-def _tree(asked: Setting, drafted: bool) -> Speculation:
-    """The tree a setting stands for, whether or not a draft can grow it."""
-    if asked is None or (asked == "auto" and not drafted):
+def _tree(asked: Setting, auto: Auto | None) -> Speculation | Auto:
+    """The tree or trees a setting stands for, whether or not a draft can grow them. `auto`: those of "auto", None without a draft."""
+    if asked is None or (asked == "auto" and auto is None):
         return PLAIN
-    spec = AUTO if asked == "auto" else asked
-    if not isinstance(spec, Speculation):
+    spec = auto if asked == "auto" else asked
+    if not isinstance(spec, Speculation | Auto):
         raise ConfigError(
-            "not a tree", where="speculation", found=repr(asked), expected='a Speculation, "auto" or None'
+            "not a tree", where="speculation", found=repr(asked), expected='a Speculation, an Auto, "auto" or None'
         )
     return spec if spec.num_steps else PLAIN
 
@@ -67,10 +66,13 @@ class EagleJaxEngine:
         max_len: int = 2048,
         slots: int = 4,
         simulated: SimulatedAcceptance | None = None,
+        tuning: str = "auto",
     ):
         self._pair, self.max_len, self.slots, self.simulated = pair, max_len, slots, simulated
+        self._tuning = tuning
+        self._adaptive = Adaptive(pair, slots, tuning) if pair.draft is not None else None
         self.speculation = self.check_speculation(speculation)
-        self._programs: dict[Speculation, Programs] = {}
+        self._programs: dict[Speculation | Auto, Programs] = {}
         self._teacher = Teacher(pair.target, pair.draft, pair.mesh)
 
     @classmethod
@@ -88,13 +90,15 @@ class EagleJaxEngine:
         slots: int = 4,
         draft_placement: DraftPlacement = "replicated",
         expert_split: ExpertSplit = "auto",
+        tuning: str = "auto",
     ) -> EagleJaxEngine:
         """Load a target and a draft, and check that they fit.
 
         Arguments:
             model: a built-in name ("smollm2"), a folder in Hugging Face format, a .gguf file, or a hub id.
             draft: likewise for the draft; None is plain decoding.
-            speculation: the tree of every cycle; "auto" (a short chain for now; plain decoding without a draft); None for plain decoding.
+            speculation: the tree of every cycle; "auto" (chosen every cycle among a few trees and plain decoding, docs/tune.md; plain
+                decoding without a draft), or an `Auto` with trees of your own; None for plain decoding.
             capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
                 boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.
             draft_config: keys of the draft's config.json to replace, such as {"rope_theta": 10000.0} or {"norm_output": False}.
@@ -106,6 +110,8 @@ class EagleJaxEngine:
             draft_placement: on a mesh, "replicated" (a copy of the draft on every device, no collective while drafting) or "sharded".
             expert_split: on a mesh, "experts" (each device holds whole experts), "width" (a part of each), "auto" (the first that
                 divides).
+            tuning: what "auto" decides by: "auto" (a stored tuning of this pair and machine, else costs measured when a number of slots
+                first decodes), "measure" (no stored one), "none" (nothing measured), or the path of a tuning.
 
         Raises:
             CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do. Weights and
@@ -132,6 +138,7 @@ class EagleJaxEngine:
             max_len,
             slots,
             placement,
+            tuning,
         )
         agree("from_pretrained", made_of)
         with telling("from_pretrained"):
@@ -143,7 +150,7 @@ class EagleJaxEngine:
                 draft_config=draft_config,
                 mesh=build_mesh(mesh),
                 placement=placement,
-                capacity=Capacity(_tree(speculation, draft is not None), max_len, slots),
+                capacity=Capacity(_tree(speculation, UNTUNED if draft is not None else None), max_len, slots),
             )
         agree("loading", "done")
         if max_len > pair.target.config.max_position > 0:
@@ -151,8 +158,10 @@ class EagleJaxEngine:
                 f"max_len {max_len} is cut to the target's context of {pair.target.config.max_position} tokens"
             )
             max_len = pair.target.config.max_position
-        engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots)
-        pair.report.note("speculation", engine._describe(speculation))
+        engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots, tuning=str(tuning))
+        pair.report.note("speculation", engine.speculation.describe())
+        if isinstance(engine.speculation, Auto) and engine._adaptive is not None:
+            pair.report.note("speculation", engine._adaptive.describe())
         if pair.capture is not None and pair.capture.alternatives:
             settle_capture(pair, engine._teacher, engine.generate, max_len)
         return engine
@@ -162,7 +171,12 @@ class EagleJaxEngine:
         are its own. For measurements: what an engine with `simulated` answers is no text of the target's."""
         slots = self.slots if slots is None else whole_number("slots", slots, 1)
         return EagleJaxEngine(
-            self._pair, speculation=self.speculation, max_len=self.max_len, slots=slots, simulated=simulated
+            self._pair,
+            speculation=self.speculation,
+            max_len=self.max_len,
+            slots=slots,
+            simulated=simulated,
+            tuning=self._tuning,
         )
 
     # what was loaded
@@ -240,7 +254,7 @@ class EagleJaxEngine:
         jobs, programs = _seeded(jobs), self._programs_for(spec)
         answers: list[Generation] = []
         for first in range(0, len(jobs), self.slots):
-            answers += Wave(programs, jobs[first : first + self.slots], self._pair.tokenizer, self.slots).run()
+            answers += self._wave(programs, jobs[first : first + self.slots]).run()
         return answers
 
     def stream(
@@ -267,7 +281,7 @@ class EagleJaxEngine:
             whole_number("cycles", cycles, 1)
             spec = self._setting(speculation)
         agree("stream", (jobs, spec, cycles))
-        wave = Wave(self._programs_for(spec), _seeded(jobs), self._pair.tokenizer, self.slots)
+        wave = self._wave(self._programs_for(spec), _seeded(jobs))
         return in_step("a piece of a stream", (chunk for _, chunk in wave.chunks(cycles)))
 
     def chat(
@@ -296,6 +310,41 @@ class EagleJaxEngine:
             programs.use_draft(draft)
         self._teacher = Teacher(self._pair.target, draft, self._pair.mesh)
 
+    def tune(
+        self,
+        prompts: Any = None,
+        *,
+        max_new_tokens: int = 64,
+        temperature: Real = 0.8,
+        store: bool = True,
+        progress: Any = None,
+    ) -> Tuning:
+        """Measure what a cycle costs here and what the draft gets right, and choose the trees of "auto" by that (docs/tune.md).
+
+        Arguments:
+            prompts: as `generate` takes them, as many as the engine has slots; None: built-in ones.
+            max_new_tokens: of each prompt's answer in the calibration.
+            temperature: of the second class of requests; 0 leaves that out.
+            store: keep it in the user's cache folder, where engines of the same pair on the same machine find it.
+            progress: makes a context with a function to advance, from a title and a total, as the runner's bars are.
+
+        Returns: the tuning; this engine's "auto" uses it from now on.
+
+        Raises ConfigError without a draft, with several processes, and where answers are too short to learn from.
+        """
+        from eaglejax.measure.tune import default_prompts, tune
+
+        given = default_prompts(self) if prompts is None else self.encode(prompts)
+        tuning = tune(self, given, max_new_tokens=max_new_tokens, temperature=temperature, progress=progress)
+        if store:
+            tuning.save(stored_path(tuning.holds_for))
+        assert self._adaptive is not None
+        was = self._adaptive.auto
+        self._adaptive.use(tuning)
+        if self.speculation == was:
+            self.speculation = tuning.auto
+        return tuning
+
     # looking inside
 
     def score(self, token_ids: Sequence[int]) -> Score:
@@ -320,39 +369,47 @@ class EagleJaxEngine:
         return self._teacher.draft_score(boundaries, ids)
 
     def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
-        """The tree the draft grows below the last token, at temperature 0. Raises as `draft_score` does."""
+        """The tree the draft grows below the last token, at temperature 0; with "auto" the first of its trees.
+
+        Raises as `draft_score` does."""
         with telling("propose"):
             draft, boundaries = self._need_draft()
             spec = self._setting(speculation)
-            if not spec.num_steps:  # an engine set to plain decoding still shows trees
-                spec = AUTO
+            if isinstance(spec, Auto):
+                spec = spec.trees[0]
+            elif not spec.num_steps:  # an engine set to plain decoding still shows trees
+                spec = UNTUNED.trees[0]
             check_tree(spec, draft.config.draft_vocab_size)
             ids = self._ids(token_ids, 2)
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
 
-    def check_speculation(self, speculation: Setting) -> Speculation:
-        """The tree that a setting stands for. Raises ConfigError where this pair cannot grow it."""
+    def check_speculation(self, speculation: Setting) -> Speculation | Auto:
+        """The tree, or the trees, that a setting stands for. Raises ConfigError where this pair cannot grow them."""
         draft = self._pair.draft
-        spec = _tree(speculation, draft is not None)
+        spec = _tree(speculation, self._adaptive.auto if self._adaptive is not None else None)
         if spec.num_steps == 0:
             return spec
         if draft is None:
             raise ConfigError(
                 "a tree needs a draft", where="speculation", found=spec.describe(), fix="load the engine with draft="
             )
-        check_tree(spec, draft.config.draft_vocab_size)
+        for tree in spec.trees if isinstance(spec, Auto) else (spec,):
+            check_tree(tree, draft.config.draft_vocab_size)
         return spec
 
     # inner parts
 
-    def _setting(self, speculation: Override) -> Speculation:
+    def _setting(self, speculation: Override) -> Speculation | Auto:
         return self.speculation if isinstance(speculation, _Own) else self.check_speculation(speculation)
 
-    def _describe(self, asked: Setting) -> str:
-        if asked == "auto" and self.speculation is not PLAIN:
-            return f'"auto": {self.speculation.describe()}; a fixed choice, not tuned to this machine'
-        return self.speculation.describe()
+    def _wave(self, programs: Programs, jobs: list[Job]) -> Wave:
+        policy = None
+        if isinstance(programs.spec, Auto):
+            assert self._adaptive is not None
+            sampled = any(job.sampling.temperature > 0 for job in jobs)
+            policy = self._adaptive.policy(programs, programs.slots_for(len(jobs), self.slots), sampled)
+        return Wave(programs, jobs, self._pair.tokenizer, self.slots, policy)
 
     def _need_draft(self):
         if self._pair.draft is None:
@@ -360,7 +417,7 @@ class EagleJaxEngine:
         assert self._pair.capture is not None
         return self._pair.draft, self._pair.capture.boundaries
 
-    def _programs_for(self, spec: Speculation) -> Programs:
+    def _programs_for(self, spec: Speculation | Auto) -> Programs:
         if spec not in self._programs:
             boundaries = self._pair.capture.boundaries if self._pair.capture is not None else ()
             self._programs[spec] = Programs(

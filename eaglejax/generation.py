@@ -16,6 +16,8 @@ class Stats:
 
     accepted_per_cycle: accepted draft tokens of every cycle, the bonus token not counted, before any cut by a stop or the budget.
         The first token comes from the prefill and belongs to no cycle. Plain decoding counts each step as a cycle with 0 accepted.
+    cycles_by_choice: with "auto" the cycles of each choice, plain decoding first, then its trees; empty with a fixed tree. A stop string
+        takes cycles off the other counts, not off these.
     prefill_seconds, decode_seconds: wall time of the wave the request was served in, compilation included where it happened.
     """
 
@@ -25,6 +27,7 @@ class Stats:
     accepted_per_cycle: list[int]
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    cycles_by_choice: list[int] = field(default_factory=list)
 
     @property
     def cycles(self) -> int:

@@ -47,6 +47,7 @@ class Pair:
     capture: CaptureReading | None = None
     report: LoadReport = field(default_factory=LoadReport)
     mesh: Mesh | None = None
+    draft_name: str | None = None
 
 
 def load_pair(
@@ -97,6 +98,7 @@ def load_pair(
         dtype=jnp.dtype(dtype),
         report=report,
         mesh=mesh,
+        draft_name=draft,
     )
     if plan is not None:
         assert parts.draft is not None

@@ -20,11 +20,11 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "draft", "capture", "draft_config"),
     "speculation": ("mode", *(f.name for f in fields(Speculation))),
     "sampling": tuple(f.name for f in fields(Sampling)),
-    "engine": ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split"),
+    "engine": ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split", "tuning"),
 }
 _SWITCHES = {("speculation", "coupled"), ("sampling", "ignore_eos")}
 _TEXTS = {("model", "model"), ("model", "draft"), ("speculation", "mode"), ("engine", "dtype")}
-_TEXTS |= {("engine", "mesh"), ("engine", "draft_placement"), ("engine", "expert_split")}
+_TEXTS |= {("engine", "mesh"), ("engine", "draft_placement"), ("engine", "expert_split"), ("engine", "tuning")}
 DRAFT_PLACEMENTS, EXPERT_SPLITS = ("replicated", "sharded"), ("auto", "experts", "width")
 # the draft that a built-in model is used with where none is named
 BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3"}
@@ -38,7 +38,7 @@ class RunConfig:
     `Speculation`), [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). Each may be left out.
 
     Arguments:
-        model, draft, capture, draft_config, speculation, dtype, max_len, slots, mesh, draft_placement, expert_split: as in
+        model, draft, capture, draft_config, speculation, dtype, max_len, slots, mesh, draft_placement, expert_split, tuning: as in
             `EagleJaxEngine.from_pretrained`.
         sampling: of every request.
     """
@@ -55,6 +55,7 @@ class RunConfig:
     mesh: str | None = None
     draft_placement: str = "replicated"
     expert_split: str = "auto"
+    tuning: str = "auto"
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
@@ -99,6 +100,7 @@ class RunConfig:
             mesh=engine.get("mesh"),
             draft_placement=_one_of(DRAFT_PLACEMENTS, "draft_placement", engine.get("draft_placement"), label),
             expert_split=_one_of(EXPERT_SPLITS, "expert_split", engine.get("expert_split"), label),
+            tuning=engine.get("tuning", cls.tuning),
         )
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from eaglejax.config import Sampling
+from eaglejax.config import Sampling, Speculation
 from eaglejax.generation import Chunk, Generation, Stats
 from eaglejax.sharding.layout import fetch
+from eaglejax.speculation.adapt import Policy
 from eaglejax.speculation.programs import ALL_CYCLES, Programs, prefill_plan, stop_width
 from eaglejax.speculation.state import Request, State
 from eaglejax.text.stop import TextStream
@@ -22,7 +23,7 @@ from eaglejax.text.tokenizer import Tokenizer
 log = logging.getLogger("eaglejax")
 
 CYCLES_BETWEEN_STOP_CHECKS = 8
-CYCLES_WITHOUT_ACCEPTANCE = 64
+CYCLES_WITHOUT_ACCEPTANCE, AUTO_CYCLES_WITHOUT_ACCEPTANCE = 64, 8
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,15 @@ class Job:
 class Wave:
     """Runs the jobs; `chunks` yields what is new of each answer, `answers` holds them in the end."""
 
-    def __init__(self, programs: Programs, jobs: Sequence[Job], tokenizer: Tokenizer | None, slots: int):
-        self.programs, self.jobs, self.tokenizer = programs, list(jobs), tokenizer
+    def __init__(
+        self,
+        programs: Programs,
+        jobs: Sequence[Job],
+        tokenizer: Tokenizer | None,
+        slots: int,
+        policy: Policy | None = None,
+    ):
+        self.programs, self.jobs, self.tokenizer, self.policy = programs, list(jobs), tokenizer, policy
         self.slots = programs.slots_for(len(self.jobs), slots)
         self.answers: list[Generation | None] = [None] * len(self.jobs)
         self._streams = [TextStream(tokenizer, job.sampling.stop) if tokenizer else None for job in self.jobs]
@@ -59,7 +67,7 @@ class Wave:
         if all(self.answers):
             return
         begin = time.perf_counter()
-        state = self.prefill()
+        state = self.prefilled()
         jax.block_until_ready(state.length)
         self._prefill_seconds = time.perf_counter() - begin
         ended = np.array([index >= len(self.jobs) or self.answers[index] is not None for index in range(self.slots)])
@@ -70,7 +78,7 @@ class Wave:
                 if all(self.answers):
                     return
                 begin, whole = time.perf_counter(), False
-                state = self.programs.decode(state, cycles, ended)
+                state = self.programs.decode(state, cycles, ended, self.policy)
                 jax.block_until_ready(state.length)
                 whole = True
                 self._decode_seconds += time.perf_counter() - begin
@@ -82,14 +90,14 @@ class Wave:
         # nothing was asked of the model: no prefill, no draft step
         for index, job in enumerate(self.jobs):
             if self._limit(job) <= len(job.prompt):
-                self.answers[index] = self._answer(index, "", [], "length", None, [])
+                self.answers[index] = self._answer(index, "", [], "length", None, [], [])
                 yield index, Chunk("", [], self.answers[index])
 
     def _limit(self, job: Job) -> int:
         return min(len(job.prompt) + job.sampling.max_new_tokens, self.programs.max_len)
 
-    def prefill(self) -> State:
-        """The state after all prompts, each slot with its first token."""
+    def prefilled(self) -> State:
+        """The state after the prefill: every slot has its first token."""
         longest = max(len(job.prompt) for job in self.jobs)
         state = self.programs.start(*self._arrays(longest))
         for offset, rows in prefill_plan(longest):
@@ -125,6 +133,7 @@ class Wave:
         tokens, lengths, done, stopped, cycles, accepted = (
             fetch(x) for x in (state.tokens, state.length, state.done, state.stopped, state.cycles, state.accepted)
         )
+        used = fetch(state.belief.used) if state.belief is not None else np.zeros((len(tokens), 0), np.int32)
         for index, job in enumerate(self.jobs):
             if self.answers[index] is not None:
                 continue
@@ -135,7 +144,8 @@ class Wave:
                 text, match = stream.push(self._text_ids(job, fresh, bool(stopped[index])))
             self._seen[index] = len(made)
             counts = [int(a) for a in accepted[index, : cycles[index]]]
-            self._watch_acceptance(counts)
+            choices = [int(n) for n in used[index]]
+            self._watch_acceptance(counts, sum(choices[1:]) if choices else len(counts))
             if match is not None:
                 fresh = fresh[: match.token_count - (len(made) - len(fresh))]
                 made = made[: match.token_count]
@@ -152,24 +162,31 @@ class Wave:
             if match is None and stream is not None:
                 text += stream.finish()
             ended[index] = True
-            self.answers[index] = self._answer(index, stream.text if stream else "", made, reason, cause, counts)
+            self.answers[index] = self._answer(
+                index, stream.text if stream else "", made, reason, cause, counts, choices
+            )
             yield index, Chunk(text, fresh, self.answers[index])
 
     def _text_ids(self, job: Job, fresh: list[int], stopped: bool) -> list[int]:
         # the id that ended the answer is no part of its text
         return fresh[:-1] if stopped and fresh else fresh
 
-    def _watch_acceptance(self, counts: list[int]) -> None:
-        if self.programs.spec.num_steps and not self.programs.warned and len(counts) >= CYCLES_WITHOUT_ACCEPTANCE:
-            if not any(counts[:CYCLES_WITHOUT_ACCEPTANCE]):
-                self.programs.warned = True
-                log.warning(
-                    "no drafted token was accepted in %d cycles: the draft is probably wired wrongly or made for another target; "
-                    "see engine.load_report for its captures, and try capture='input' or 'output'",
-                    CYCLES_WITHOUT_ACCEPTANCE,
-                )
+    def _watch_acceptance(self, counts: list[int], drafted: int) -> None:
+        """`drafted`: how many of the cycles grew a tree."""
+        fixed = isinstance(self.programs.spec, Speculation)
+        # "auto" soon stops growing trees that are of no use
+        most = CYCLES_WITHOUT_ACCEPTANCE if fixed else AUTO_CYCLES_WITHOUT_ACCEPTANCE
+        if not self.programs.spec.num_steps or self.programs.warned or drafted < most:
+            return
+        if not any(counts[:most] if fixed else counts):
+            self.programs.warned = True
+            log.warning(
+                "no drafted token was accepted in %d cycles: the draft is probably wired wrongly or made for another target; "
+                "see engine.load_report for its captures, and try capture='input' or 'output'",
+                most,
+            )
 
-    def _answer(self, index, text, made, reason, cause, counts) -> Generation:
+    def _answer(self, index, text, made, reason, cause, counts, choices) -> Generation:
         job = self.jobs[index]
         assert job.seed is not None
         stats = Stats(
@@ -177,6 +194,7 @@ class Wave:
             prompt_tokens=len(job.prompt),
             new_tokens=len(made),
             accepted_per_cycle=counts,
+            cycles_by_choice=choices,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
         )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.generation import Generation
 from eaglejax.measure.acceptance import Acceptance, share
 
@@ -41,7 +41,7 @@ class Times:
         return self.first - self.compile_first + self.decode
 
 
-def closing_line(answer: Generation, spec: Speculation, times: Times) -> str:
+def closing_line(answer: Generation, spec: Speculation | Auto, times: Times) -> str:
     """The figures of one answer, for people."""
     line = f"{_counted(answer.stats.new_tokens)}: first after {times.first:.2f} s"
     if times.compile_first > WORTH_SAYING:
@@ -54,7 +54,7 @@ def closing_line(answer: Generation, spec: Speculation, times: Times) -> str:
     return f"{line}\n{_speculation_line([answer], spec)}"
 
 
-def closing_line_of_many(answers: Sequence[Generation], spec: Speculation, calls: Sequence[Times]) -> str:
+def closing_line_of_many(answers: Sequence[Generation], spec: Speculation | Auto, calls: Sequence[Times]) -> str:
     """The figures of several answers together; compilation does not count into the rate."""
     tokens = sum(answer.stats.new_tokens for answer in answers)
     seconds = math.fsum(call.without_compile for call in calls)
@@ -76,13 +76,16 @@ def _rate(answer: Generation, times: Times) -> float:
     return share(answer.stats.new_tokens - 1, times.decode) if answer.stats.new_tokens > 1 else math.nan
 
 
-def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
+def _speculation_line(answers: Sequence[Generation], spec: Speculation | Auto) -> str:
     cycles = sum(answer.stats.cycles for answer in answers)
     if spec.num_steps == 0:
         return f"plain decoding, {cycles} steps"
     if cycles == 0:
         return f"{spec.describe()}; no cycle was run"
     counted = Acceptance.of([answer.stats.accepted_per_cycle for answer in answers], spec.num_steps)
+    if isinstance(spec, Auto):
+        chosen = _choices(answers, spec)
+        return f"{chosen}; tau {counted.tau:.2f} tokens per cycle, plain ones among them, over {cycles} cycles"
     levels = ", ".join(map(str, range(1, spec.num_steps + 1)))
     return (
         f"{spec.describe()}; tau {counted.tau:.2f} tokens per cycle, bonus included, over {cycles} cycles; "
@@ -91,11 +94,19 @@ def _speculation_line(answers: Sequence[Generation], spec: Speculation) -> str:
     )
 
 
+def _choices(answers: Sequence[Generation], auto: Auto) -> str:
+    """How often each choice of "auto" was taken."""
+    counted = [answer.stats.cycles_by_choice for answer in answers if answer.stats.cycles_by_choice]
+    counts = [sum(column) for column in zip(*counted, strict=True)]
+    names = ["plain", *(f"({tree.num_steps}, {tree.topk}, {tree.nodes})" for tree in auto.trees)]
+    return '"auto", cycles by choice: ' + ", ".join(f"{name} {n}" for name, n in zip(names, counts, strict=True))
+
+
 def _percents(shares: Sequence[float]) -> str:
     return ", ".join("-" if math.isnan(x) else f"{100 * x:.0f}" for x in shares) + " %"
 
 
-def to_json(answer: Generation, index: int, spec: Speculation, times: Times) -> str:
+def to_json(answer: Generation, index: int, spec: Speculation | Auto, times: Times) -> str:
     """One answer as a JSON object on one line. `index` is the prompt's number, from 0; `times` are those of the call
     that made it, beside others if it ran with others."""
     stats = answer.stats
@@ -112,7 +123,8 @@ def to_json(answer: Generation, index: int, spec: Speculation, times: Times) -> 
             "seed": stats.seed,
             "num_steps": spec.num_steps,
             "topk": spec.topk,
-            "num_draft_tokens": spec.num_draft_tokens,
+            "num_draft_tokens": spec.nodes,
+            "cycles_by_choice": stats.cycles_by_choice,
             "cycles": stats.cycles,
             "tau": _number(stats.tau),
             "accepted_per_cycle": stats.accepted_per_cycle,

@@ -42,9 +42,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("draft_placement", "on a mesh: replicated (default: a copy of the draft on each device) or sharded"),
         Flag("expert_split", "on a mesh: experts (whole ones on each device), width (a part of each), auto (default)"),
+        Flag(
+            "tuning",
+            "what --speculation=auto decides by: auto (a stored tuning that fits, else costs measured at first use; default), "
+            "measure, none, or a file",
+        ),
     ),
     "speculation": (
-        Flag("speculation", "auto (default with a draft; for now a chain of 3) or none (plain decoding)"),
+        Flag("speculation", "auto (default with a draft: chosen every cycle, docs/tune.md) or none (plain decoding)"),
         Flag("num_steps", "levels of the draft tree below its root; 0 is plain decoding"),
         Flag("topk", "children kept per level; 1 is a chain"),
         Flag(
@@ -170,6 +175,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "story", "retell, from the plan, how a team's 90 tokens/s became 71, and what would have fixed it", "switch"
         ),
+    ),
+    "tune": (
+        Flag(
+            "prompts",
+            "prompt sets, one prompt of each in turn, such as mt_bench,gsm8k or a JSONL file; default: three built-in ones",
+        ),
+        Flag("max_new_tokens", "tokens of each answer of the calibration; default 64"),
+        Flag("temperature", "of the second class of requests; default 0.8; 0 leaves it out"),
+        Flag("out", "file to store the tuning in; default: the user's cache folder, where it is found again"),
+        Flag("json", "the tuning as one JSON object on standard output", "switch"),
     ),
     "bench": (
         Flag("prompts", "mt_bench (default), humaneval, gsm8k, qa, random, or JSONL files; several: mt_bench,gsm8k"),

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk with the model in the terminal",
     "bench": "plain and speculative decoding side by side, over trees, batches and temperatures, on named prompts",
     "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
+    "tune": "measure this machine and pair, and store the trees that --speculation=auto then chooses among",
     "train": "train a draft on the target's own answers; the same command goes on with a run that was stopped",
     "export": "a draft, or a training run's best, in the layout that another engine reads",
     "convert": "a checkpoint in another form, bit for bit or quantised; the same command continues a run that was killed",

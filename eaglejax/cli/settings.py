@@ -15,13 +15,16 @@ from eaglejax.run_config import RunConfig, Tables, read_tables
 # flag -> section and key of the TOML file; flags are called like the keys, but for one
 _KEYS: dict[str, tuple[str, str]] = {
     **{name: ("model", name) for name in ("model", "draft", "capture", "draft_config")},
-    **{name: ("engine", name) for name in ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split")},
+    **{
+        name: ("engine", name)
+        for name in ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split", "tuning")
+    },
     "speculation": ("speculation", "mode"),
     **{name: ("speculation", name) for name in ("num_steps", "topk", "num_draft_tokens")},
     **{flag.name: ("sampling", flag.name) for flag in GROUPS["sampling"]},
 }
 _FLAGS = {place: name for name, place in _KEYS.items()}
-_NONE_MEANS_NONE = ("draft", "speculation")
+_NONE_MEANS_NONE = ("draft", "speculation", "tuning")
 
 
 def read_settings(flags: FlagValues, *, own: Collection[str] = ()) -> RunConfig:

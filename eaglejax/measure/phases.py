@@ -39,7 +39,7 @@ def measure_phases(
     """The phases of `spec` after the first prompts, as many as the engine has slots. Compiles two programs."""
     programs = engine.programs(spec)
     jobs = [Job(ids, sampling, sampling.seed or 0, ()) for ids in prompts[: engine.slots]]
-    state = Wave(programs, jobs, None, engine.slots).prefill()
+    state = Wave(programs, jobs, None, engine.slots).prefilled()
     draft = 0.0
     if spec.num_steps:
         draft, state = _timed(programs, state, lambda models, state: _draft_rounds(models, state, spec))

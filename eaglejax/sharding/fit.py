@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.errors import ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.packed import Packing
@@ -32,9 +32,9 @@ MEMORY_FILE = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an engine is asked to hold beside its weights: a state of `slots` slots of `max_len` tokens, for the tree `spec`."""
+    """What an engine is asked to hold beside its weights: a state of `slots` slots of `max_len` tokens, for the tree, or trees, `spec`."""
 
-    spec: Speculation
+    spec: Speculation | Auto
     max_len: int
     slots: int
 

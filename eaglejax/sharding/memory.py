@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
-from eaglejax.speculation.programs import PREFILL_BUCKETS, stop_width
+from eaglejax.speculation.adapt import DIFFICULTIES
+from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
 
 STOP_IDS = stop_width(0)
 
@@ -23,7 +24,7 @@ class Sizes:
 
     target: TargetConfig
     draft: DraftConfig | None
-    spec: Speculation
+    spec: Speculation | Auto
     slots: int
     max_len: int
     itemsize: int
@@ -36,7 +37,7 @@ class Sizes:
     @property
     def pending(self) -> int:
         """Draft rows a slot keeps between cycles."""
-        return self.spec.num_steps + 1 if self.spec.num_steps else 0
+        return pending_rows(self.spec)
 
 
 def row_values(attention: GQAConfig | MLAConfig) -> int:
@@ -60,6 +61,8 @@ def state_bytes(sizes: Sizes) -> dict[str, int]:
     request = slots * (8 + 6 * 4 + 4 * STOP_IDS)
     # length, pending_count, cycles 4 each, done and stopped 1 each; token and acceptance history
     counters = slots * (3 * 4 + 2) + 2 * slots * sizes.max_len * 4
+    if isinstance(sizes.spec, Auto):  # log-weights, time spent, cycles by choice
+        counters += slots * 4 * (len(DIFFICULTIES) + 1 + len(sizes.spec.choices))
     return {
         "target cache": cache_bytes(sizes.target.layers, slots, sizes.max_len, sizes.itemsize),
         "draft cache": cache_bytes(draft, slots, sizes.max_len, sizes.itemsize),

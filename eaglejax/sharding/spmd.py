@@ -17,6 +17,7 @@ from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
 from eaglejax.sharding.layout import Specs
 from eaglejax.sharding.mesh import DATA
+from eaglejax.speculation.adapt import Belief
 from eaglejax.speculation.state import Models, Request, State
 
 
@@ -32,8 +33,8 @@ def cache_specs(model: Target | Draft) -> list[P]:
     return specs
 
 
-def state_specs(models: Models) -> list[P]:
-    """Specs of the leaves of the loop's state: everything by slot over the data axis."""
+def state_specs(models: Models, adaptive: bool = False) -> list[P]:
+    """Specs of the leaves of the loop's state: everything by slot over the data axis. `adaptive`: with what "auto" has learned."""
     specs: list[P] = []
     for field in fields(State):
         match field.name:
@@ -43,6 +44,8 @@ def state_specs(models: Models) -> list[P]:
                 specs += cache_specs(models.target)
             case "draft_cache":
                 specs += cache_specs(models.draft) if models.draft is not None else []
+            case "belief":
+                specs += [P(DATA)] * len(fields(Belief)) if adaptive else []
             case _:
                 specs.append(P(DATA))
     return specs

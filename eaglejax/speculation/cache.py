@@ -36,15 +36,14 @@ def commit(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     read: Shaped[Array, "b t *d"],
-    path: Int[Array, "b p"] | None = None,
 ) -> list[KVRows]:
-    """Caches with the first `count` step rows (along `path`, where given) of each slot appended at `start`.
+    """Caches with the first `count` step rows of each slot appended at `start`.
 
     `read` is anything computed from all reads of these caches, such as the pass's output: the write waits for it.
     """
 
     def one(cache, new):
-        return put_rows(cache, new if path is None else take_rows(new, path), start, waiting)
+        return put_rows(cache, new, start, waiting)
 
     with jax.named_scope("commit"):
         waiting = jnp.where(_true_after(read), count, 0)

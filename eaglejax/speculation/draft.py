@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.config import Speculation
-from eaglejax.models.draft import Draft
+from eaglejax.models.draft import Draft, DraftOutput
 from eaglejax.models.rows import KVRows, Step, causal_step
 from eaglejax.models.split import Over
 from eaglejax.speculation.cache import commit, take_rows
@@ -42,15 +42,16 @@ def extend(
     Rows made of the draft's own states are never kept: the cache holds rows of target features only.
     """
     with jax.named_scope("draft_extend"):
-        step = causal_step(start, tokens.shape[1])
-        out = draft(tokens, draft.fuse(features), step, cache)
-        cache = commit(cache, out.rows, start, count, out.hidden)
-        last = jnp.maximum(count - 1, 0)[:, None]
-        return cache, Tip(
-            hidden=take_rows(out.hidden, last)[:, 0],
-            feedback=take_rows(out.feedback, last)[:, 0],
-            rows=start + count,
-        )
+        out = draft(tokens, draft.fuse(features), causal_step(start, tokens.shape[1]), cache)
+        return commit(cache, out.rows, start, count, out.hidden), tip_of(out, start, count)
+
+
+def tip_of(out: DraftOutput, start: Int[Array, " b"], count: Int[Array, " b"]) -> Tip:
+    """The last of `count` rows that stand after `start` others."""
+    last = jnp.maximum(count - 1, 0)[:, None]
+    return Tip(
+        hidden=take_rows(out.hidden, last)[:, 0], feedback=take_rows(out.feedback, last)[:, 0], rows=start + count
+    )
 
 
 def grow(
@@ -70,7 +71,7 @@ def grow(
     topk = spec.topk
     batch = root.shape[0]
     with jax.named_scope("draft_step_1"):
-        best = _best_children(draft, tip.hidden[:, None], root_positions + 1, request, spec, level=1)
+        best = best_children(draft, tip.hidden[:, None], root_positions[:, None] + 1, request, spec, level=1)
         scores, ids = best[0][:, 0], best[1][:, 0]
     tokens = draft.target_ids[...][ids]
     pool = Pool(tokens, scores, jnp.full_like(tokens, -1), jnp.full((topk,), 1, jnp.int32))
@@ -87,7 +88,9 @@ def grow(
             step = _level_step(tip.rows, sees, level, topk)
             out = draft(tokens, feedback, step, cache, earlier)
             earlier = out.rows if earlier is None else jax.tree.map(_join_rows, earlier, out.rows)
-            child_scores, child_ids = _best_children(draft, out.hidden, root_positions + level, request, spec, level)
+            child_scores, child_ids = best_children(
+                draft, out.hidden, root_positions[:, None] + level, request, spec, level
+            )
             total = (scores[..., None] + child_scores).reshape(batch, topk * topk)
             child_tokens = draft.target_ids[...][child_ids].reshape(batch, topk * topk)
             first += topk if level == 2 else topk * topk
@@ -120,10 +123,10 @@ def _level_step(tip_rows: Int[Array, " b"], sees: Bool[Array, "b k r"], level: i
     return Step(row_positions[:, -topk:], sees, row_positions, tip_rows)
 
 
-def _best_children(
+def best_children(
     draft: Draft,
     hidden: Float[Array, "b k d"],
-    positions: Int[Array, " b"],
+    positions: Int[Array, "b #k"],
     request: Request,
     spec: Speculation,
     level: int,
@@ -142,7 +145,7 @@ def _best_children(
     def coupled(logits):
         hot = (request.temperature > 0)[:, None, None]
         ids = lax.dynamic_slice_in_dim(draft.target_ids[...], first, logits.shape[-1])
-        noise = gumbel_at(request.seed, positions[:, None], ids)
+        noise = gumbel_at(request.seed, positions, ids)
         mixed = (
             logits / jnp.where(hot, jnp.maximum(request.temperature[:, None, None], 1e-30), 1) + noise
         ) / spec.coupling

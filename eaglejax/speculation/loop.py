@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from eaglejax.config import Speculation
-from eaglejax.models.rows import causal_step
+from eaglejax.config import Auto, Speculation
+from eaglejax.models.rows import KVRows, causal_step
+from eaglejax.speculation import follow
+from eaglejax.speculation.adapt import Policy, account, choose, learn_accepted, learn_guesses
 from eaglejax.speculation.cache import commit, put_rows, take_rows
-from eaglejax.speculation.draft import extend, grow
+from eaglejax.speculation.draft import Tip, extend, grow
 from eaglejax.speculation.sampling import draw
 from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, State
@@ -23,11 +26,17 @@ from eaglejax.speculation.verify import accept, join_features, verify
 def decode(
     models: Models,
     state: State,
-    spec: Speculation,
+    spec: Speculation | Auto,
     max_cycles: Int[Array, ""],
+    policy: Policy | None = None,
     simulated: SimulatedAcceptance | None = None,
 ) -> State:
-    """Cycles until every slot is done, or `max_cycles` of them. `simulated`: see `cycle`."""
+    """Cycles until every slot is done, or `max_cycles` of them.
+
+    Arguments:
+        policy: what "auto" chooses by.
+        simulated: for measurements of models with random weights, how much to accept in place of what the target drew.
+    """
 
     def running(carry):
         index, state = carry
@@ -35,62 +44,125 @@ def decode(
 
     def body(carry):
         index, state = carry
-        return index + 1, cycle(models, state, spec, simulated)
+        if isinstance(spec, Speculation):
+            return index + 1, cycle(models, state, spec, simulated)
+        assert policy is not None
+        return index + 1, adaptive_cycle(models, state, spec, policy, simulated)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
 def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root.
-
-    `simulated`: for measurements of models with random weights, how much to accept in place of what the target drew.
-    """
-    root_positions = state.length - 1
-    root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
-
+    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`: see `decode`."""
     # 1. draft extend: the tokens accepted last time enter the draft's cache with the target's own features
-    # 2. grow: a tree of candidates below the last committed token
-    draft_cache = state.draft_cache
+    tip = None
     if spec.num_steps:
         assert models.draft is not None
-        rows = root_positions - state.pending_count
-        draft_cache, tip = extend(
-            models.draft, draft_cache, state.pending_tokens, state.pending_features, rows, state.pending_count
-        )
-        tree = grow(models.draft, draft_cache, tip, root, root_positions, state.request, spec)
-    else:
-        tree = root_only(root)
-
+        start = state.length - 1 - state.pending_count
+        tokens, features, count = state.pending_tokens, state.pending_features, state.pending_count
+        draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, count)
+        state = replace(state, draft_cache=draft_cache, pending_count=jnp.zeros_like(count))
+    # 2. grow: a tree of candidates below the last committed token
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
+    outcome = look(models, state, tip, spec, spec.num_steps + 1, simulated)
+    # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
+    return settle(state, outcome)
+
+
+def adaptive_cycle(
+    models: Models, state: State, auto: Auto, policy: Policy, simulated: SimulatedAcceptance | None = None
+) -> State:
+    """The same round with the tree, or none, that is fastest by the slots' own history: "auto".
+
+    Branches read the caches and never write them: a cache that a branch writes would be copied whole.
+    """
+    belief = state.belief
+    assert belief is not None and models.draft is not None
+    live, most = ~state.done, auto.num_steps + 1
+    made = state.length - state.request.prompt_length - 1
+    choice = choose(policy, belief, made, state.request.limit - state.length, live)
+
+    # 1. rows that wait since plain decoding began go through the draft at once: before a tree, or when they fill the window; what it
+    #    guesses beside them says whether speculation would pay
+    start, count = state.length - 1 - state.pending_count, state.pending_count
+    waiting = jnp.max(count)
+    whole = (waiting >= auto.window) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
+    run = whole | (choice > 0)
+    passes = [partial(each, models.draft, state, start, auto) for each in (follow.idle, follow.few, follow.many)]
+    ran = lax.switch(run.astype(jnp.int32) + whole.astype(jnp.int32), passes)
+    draft_cache = commit(state.draft_cache, ran.rows, start, jnp.where(run, count, 0), ran.tip.hidden)
+    state = replace(state, draft_cache=draft_cache, pending_count=jnp.where(run, 0, count))
+    # 2. to 4.
+    looks = [partial(look, models, state, ran.tip, spec, most, simulated) for spec in auto.choices]
+    outcome = lax.switch(choice, looks)
+    # 5.
+    belief = learn_guesses(policy, belief, ran.right, ran.guesses)
+    belief = learn_accepted(policy, belief, choice, outcome.accepted, live)
+    state = replace(state, belief=account(policy, belief, choice, whole, live))
+    return settle(state, outcome)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """What a round found, not yet written anywhere: p rows, those of the root and the accepted nodes first."""
+
+    tokens: Int[Array, "b p"]  # drawn at them: the accepted ones, then the bonus
+    features: Float[Array, "b p f"]  # captured states at them
+    rows: list[KVRows]  # their rows for the target's cache, per layer
+    accepted: Int[Array, " b"]  # accepted drafted tokens
+
+
+def look(
+    models: Models,
+    state: State,
+    tip: Tip | None,
+    spec: Speculation,
+    most: int,
+    simulated: SimulatedAcceptance | None = None,
+) -> Outcome:
+    """Grow, verify, accept. `most`: rows of the outcome, num_steps + 1 or more."""
+    root_positions = state.length - 1
+    root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
+    tree = root_only(root)
+    if spec.num_steps:
+        assert models.draft is not None and tip is not None
+        tree = grow(models.draft, state.draft_cache, tip, root, root_positions, state.request, spec)
     verdict = verify(models, state.target_cache, tree, root_positions, state.request)
     if simulated is None:
         accepted = accept(tree, verdict.draws, spec.num_steps)
     else:
         accepted = simulated.accept(tree, root_positions, state.request.seed, spec.num_steps)
+    path = jnp.pad(accepted.path, ((0, 0), (0, most - accepted.path.shape[1])), mode="edge")
+    along = lambda rows: take_rows(rows, path)
+    with jax.named_scope("commit"):
+        rows = jax.tree.map(along, verdict.rows)
+        return Outcome(along(verdict.draws), along(verdict.features), rows, accepted.count)
 
-    # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
+
+def settle(state: State, outcome: Outcome) -> State:
+    """Commit an outcome: to the target's cache, to the rows that the draft will run, to the answer."""
     live = ~state.done
-    kept = jnp.where(live, accepted.count + 1, 0)
-    target_cache = commit(state.target_cache, verdict.rows, root_positions, kept, verdict.draws, accepted.path)
-    emitted = take_rows(verdict.draws, accepted.path)
-    pending = (
-        (emitted, take_rows(verdict.features, accepted.path), accepted.count + 1)
-        if spec.num_steps
-        else (state.pending_tokens, state.pending_features, state.pending_count)
-    )
+    kept = jnp.where(live, outcome.accepted + 1, 0)
+    target_cache = commit(state.target_cache, outcome.rows, state.length - 1, kept, outcome.tokens)
+    if state.pending_tokens.shape[1]:
+        # behind the rows that the draft has not run yet; those beyond the accepted ones are finite, and never read
+        every = jnp.full_like(kept, outcome.tokens.shape[1])
+        state = replace(
+            state,
+            pending_tokens=put_rows(state.pending_tokens, outcome.tokens, state.pending_count, every),
+            pending_features=put_rows(state.pending_features, outcome.features, state.pending_count, every),
+            # a slot that is done stays where it is: no pending row of it is run again
+            pending_count=jnp.where(live, state.pending_count + outcome.accepted + 1, 0),
+        )
     state = replace(
         state,
         target_cache=target_cache,
-        draft_cache=draft_cache,
-        pending_tokens=pending[0],
-        pending_features=pending[1],
-        # a slot that is done stays where it is: no pending row of it is run again
-        pending_count=jnp.where(live, pending[2], 0),
-        accepted=put_rows(state.accepted, accepted.count[:, None], state.cycles, live.astype(jnp.int32)),
+        accepted=put_rows(state.accepted, outcome.accepted[:, None], state.cycles, live.astype(jnp.int32)),
         cycles=state.cycles + live.astype(jnp.int32),
     )
-    return append(state, emitted, kept)
+    return append(state, outcome.tokens, kept)
 
 
 def append(state: State, emitted: Int[Array, "b p"], count: Int[Array, " b"]) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Int, Shaped
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
 from eaglejax.sharding.layout import place, shapes_on, weight_specs
 from eaglejax.sharding.mesh import DATA, axis_size
 from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
+from eaglejax.speculation.adapt import Policy, fresh_belief, prior_policy
 from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, Request, State, new_state
 
@@ -46,7 +47,8 @@ def stop_width(stop_ids: int) -> int:
 
 
 class Programs:
-    """Prefill and decode for one pair of models and one tree; on a mesh, every device runs the whole loop on its own parts.
+    """Prefill and decode for one pair of models and one tree, or the trees of "auto"; on a mesh, every device runs the whole loop on its
+    own parts.
 
     The modules are split once into structure and arrays; the compiled programs take the arrays, so that they are no constants.
     `simulated`: how much to accept in place of what the target draws; for measurements with random weights.
@@ -57,7 +59,7 @@ class Programs:
         target: Target,
         draft: Draft | None,
         boundaries: tuple[int, ...],
-        spec: Speculation,
+        spec: Speculation | Auto,
         max_len: int,
         dtype: DTypeLike,
         mesh: Mesh | None = None,
@@ -71,6 +73,7 @@ class Programs:
         # plain lists: jax flattens a module's state in Python, for every weight and at every call
         self.arrays = tuple(jax.tree.leaves(state) for state in states)
         trees = [jax.tree.structure(state) for state in states]
+        self.vocab_size = target.config.vocab_size
         self.warned = False  # about a draft of which nothing is accepted
 
         def models(arrays) -> Models:
@@ -78,26 +81,28 @@ class Programs:
             merged = nnx.merge(draft_graph, draft_state) if draft_graph is not None else None
             return Models(nnx.merge(target_graph, target_state), merged, self.boundaries)
 
-        self._models = models
-        self._state_specs = state_specs(Models(target, draft if draft_graph is not None else None, self.boundaries))
+        drafted = Models(target, draft if draft_graph is not None else None, self.boundaries)
+        self._state_specs = state_specs(drafted, adaptive=isinstance(spec, Auto))
         weights = [spec for state in states if state is not None for spec in weight_specs(state)]
         self._weight_specs = weights
 
         def prefill(arrays, state, offset, rows):
             return loop.prefill(models(arrays), state, offset, rows)
 
-        def decode(arrays, state, max_cycles, ended):
+        def decode(arrays, state, policy, max_cycles, ended):
             state = replace(state, done=state.done | ended)
-            return loop.decode(models(arrays), state, spec, max_cycles, simulated)
+            return loop.decode(models(arrays), state, spec, max_cycles, policy, simulated)
 
         def fresh(arrays, request):
-            return new_state(models(arrays), request, max_len, self._pending, dtype)
+            return new_state(models(arrays), request, max_len, self._pending, dtype, self._choices)
 
+        self._models = models
         state = self._state_specs
         self._prefill = on_mesh(mesh, prefill, (weights, state, P()), state, static_argnums=3, donate_argnums=1)
-        self._decode = on_mesh(mesh, decode, (weights, state, P(), P(DATA)), state, donate_argnums=1)
+        self._decode = on_mesh(mesh, decode, (weights, state, P(), P(), P(DATA)), state, donate_argnums=1)
         self._fresh = on_mesh(mesh, fresh, (weights, P(DATA)), state)
         self._idle: dict[int, State] = {}
+        self._unmeasured = self.place_policy(prior_policy(spec)) if isinstance(spec, Auto) else None
 
     def use_draft(self, draft: Draft) -> None:
         """Serve other weights of a draft of the same shape from now on; nothing is compiled anew."""
@@ -106,7 +111,15 @@ class Programs:
 
     @property
     def _pending(self) -> int:
-        return self.spec.num_steps + 1 if self.spec.num_steps else 0
+        return pending_rows(self.spec)
+
+    @property
+    def _choices(self) -> int:
+        return len(self.spec.choices) if isinstance(self.spec, Auto) else 0
+
+    def place_policy(self, policy: Policy) -> Policy:
+        """The tables of "auto" on the devices."""
+        return jax.tree.map(lambda table: place(table, self.mesh), policy)
 
     def slots_for(self, jobs: int, slots: int) -> int:
         """Slots a wave runs with: the next power of two, so that few widths are compiled, and never more than `slots`; on a mesh the next
@@ -130,6 +143,7 @@ class Programs:
         put = self.put
         # separate buffers: the state is donated whole
         zeros = lambda kind="int32": put(np.zeros(batch, kind))
+        belief = fresh_belief(batch, self._choices) if self._choices else None
         return replace(
             state,
             request=request,
@@ -142,29 +156,35 @@ class Programs:
             pending_features=put(np.zeros(state.pending_features.shape, state.pending_features.dtype)),
             cycles=zeros(),
             accepted=put(np.zeros((batch, self.max_len), np.int32)),
+            belief=jax.tree.map(lambda part: put(np.asarray(part)), belief),
         )
 
     def prefill(self, state: State, offset: int, rows: int) -> State:
         """`rows` prompt tokens from `offset` on, in every slot; `prefill_plan` says which. The state is donated."""
         return self._prefill(self.arrays, state, self._scalar(offset), rows)
 
-    def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
-        """Up to `max_cycles` cycles; slots marked in `ended` are done first."""
-        return self._decode(self.arrays, state, self._scalar(max_cycles), place(ended, self.mesh, P(DATA)))
-
-    def custom(self, function: Callable[[Models, State], State]) -> Callable[[State], State]:
-        """A program of this pair that is no part of decoding, for instruments: one phase over and over, say. The state is donated."""
-        run = on_mesh(
-            self.mesh,
-            lambda arrays, state: function(self._models(arrays), state),
-            (self._weight_specs, self._state_specs),
-            self._state_specs,
-            donate_argnums=1,
-        )
-        return lambda state: run(self.arrays, state)
+    def decode(
+        self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"], policy: Policy | None = None
+    ) -> State:
+        """Up to `max_cycles` cycles; slots marked in `ended` are done first. `policy`: placed tables; the prior ones where None."""
+        ended_there = place(ended, self.mesh, P(DATA))
+        return self._decode(self.arrays, state, policy or self._unmeasured, self._scalar(max_cycles), ended_there)
 
     def _scalar(self, value: int) -> Int[Array, ""]:
         return place(np.int32(value), self.mesh)
+
+    def custom(self, function: Callable, out_specs: Sequence[P] = ()) -> Callable:
+        """A program of this pair that is no part of decoding, for instruments: one phase over and over, say.
+
+        Arguments: function: of (models, state), returns the state, or the state and arrays with these specs. The state is donated.
+        """
+
+        def run(arrays, state):
+            return function(self._models(arrays), state)
+
+        inputs = (self._weight_specs, self._state_specs)
+        program = on_mesh(self.mesh, run, inputs, [*self._state_specs, *out_specs], donate_argnums=1)
+        return lambda state: program(self.arrays, state)
 
     def keep(self, state: State) -> None:
         """Hand the buffers of a finished wave back for the next one."""
@@ -181,7 +201,8 @@ class Programs:
     def lower_decode(self, batch: int) -> jax.stages.Lowered:
         """The decode program for `batch` slots, lowered from shapes alone: for memory and HLO questions."""
         ended = shapes_on(self.mesh, jax.ShapeDtypeStruct((batch,), jnp.bool_), P(DATA))
-        return self._decode.lower(self._weight_shapes(), self.state_shapes(batch), self._scalar_shape(), ended)
+        policy = shapes_on(self.mesh, self._unmeasured, P())
+        return self._decode.lower(self._weight_shapes(), self.state_shapes(batch), policy, self._scalar_shape(), ended)
 
     def lower_prefill(self, batch: int, rows: int) -> jax.stages.Lowered:
         """The prefill program for `batch` slots and `rows` tokens at a time, likewise."""
@@ -189,6 +210,13 @@ class Programs:
 
     def _scalar_shape(self):
         return shapes_on(self.mesh, jax.ShapeDtypeStruct((), jnp.int32), P())
+
+
+def pending_rows(spec: Speculation | Auto) -> int:
+    """Draft rows that a slot keeps between cycles."""
+    if isinstance(spec, Auto):
+        return spec.window
+    return spec.num_steps + 1 if spec.num_steps else 0
 
 
 def empty_request(batch: int, stops: int = 0) -> Request:

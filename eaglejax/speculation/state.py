@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, UInt32
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import KVRows
 from eaglejax.models.target import Target
+from eaglejax.speculation.adapt import Belief, fresh_belief
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +36,8 @@ class State:
 
     Between cycles a slot holds `length` committed tokens. The last of them, the root of the next tree, has been chosen but not run:
     the target's cache holds `length - 1` rows. The draft's cache holds `length - 1 - pending_count` rows: the pending rows, the last
-    accepted tokens with the target's features, are run by the draft at the start of the next cycle (draft extend).
+    accepted tokens with the target's features, are run by the draft at the start of the next cycle (draft extend). While "auto" decodes
+    plainly they gather, until it resumes or there are as many as the window holds.
     """
 
     request: Request
@@ -45,11 +47,12 @@ class State:
     stopped: Bool[Array, " b"]  # ended by EOS or a stop id
     target_cache: list[KVRows]  # per layer, rows 0 .. length - 2 valid
     draft_cache: list[KVRows]  # per draft layer; empty list in plain decoding
-    pending_tokens: Int[Array, "b p"]  # tokens of the pending draft rows, p = num_steps + 1
+    pending_tokens: Int[Array, "b p"]  # tokens of the pending draft rows, p = num_steps + 1; the window with "auto"
     pending_features: Float[Array, "b p f"]  # captured target states of the position before each
     pending_count: Int[Array, " b"]  # valid pending rows, 1 .. p
     cycles: Int[Array, " b"]  # cycles run
     accepted: Int[Array, "b n"]  # accepted draft tokens of every cycle, before any cut
+    belief: Belief | None = None  # what "auto" has learned; None with a fixed tree
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,16 @@ class Models:
     boundaries: tuple[int, ...]  # captured residual streams, in the order in which the draft's fc reads them
 
 
-def new_state(models: Models, request: Request, max_len: int, pending: int, dtype: DTypeLike) -> State:
+def new_state(
+    models: Models, request: Request, max_len: int, pending: int, dtype: DTypeLike, choices: int = 0
+) -> State:
     """A state of zeros for the slots of `request`.
 
     Arguments:
         max_len: tokens of prompt and answer a slot can hold; also the rows of each cache.
-        pending: draft rows kept between cycles, num_steps + 1; 0 in plain decoding.
+        pending: draft rows kept between cycles: num_steps + 1, the window with "auto", 0 in plain decoding.
         dtype: of the captured features.
+        choices: of "auto"; 0 with a fixed tree.
     """
     batch = request.seed.shape[0]
     width = models.target.config.hidden_size * len(models.boundaries)
@@ -85,4 +91,5 @@ def new_state(models: Models, request: Request, max_len: int, pending: int, dtyp
         pending_count=count(),
         cycles=count(),
         accepted=jnp.zeros((batch, max_len), jnp.int32),
+        belief=fresh_belief(batch, choices) if choices else None,
     )

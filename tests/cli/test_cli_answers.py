@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from eaglejax import Generation, Speculation
+from eaglejax import Auto, Generation, Speculation
 from eaglejax.cli.answers import Times, closing_line, closing_line_of_many, to_json
 from eaglejax.generation import Stats
 from eaglejax.measure.compile_clock import CompileClock
@@ -82,3 +83,13 @@ def test_nested_compile_spans_count_once(monkeypatch):
     clock._on_event("/jax/compilation_cache/cache_retrieval_time_sec", 2.0)  # part of the one before
     assert clock.between(0.0, 30.0) == 3.0
     assert clock.between(9.5, 30.0) == 1.5
+
+
+def test_the_choices_of_auto_are_counted():
+    auto = Auto((CHAIN,))
+    one = answer([3, 0, 0, 2], 9)
+    stats = replace(one.stats, cycles_by_choice=[2, 2])
+    line = closing_line(replace(one, stats=stats), auto, Times(0.5, 0.0, 1.0, 0.0))
+    assert "cycles by choice: plain 2, (5, 1, 6) 2; tau 2.25" in line
+    told = json.loads(to_json(replace(one, stats=stats), 0, auto, Times(0.5, 0.0, 1.0, 0.0)))
+    assert told["cycles_by_choice"] == [2, 2] and told["num_draft_tokens"] == 6

@@ -197,12 +197,12 @@ def test_siblings_seen_in_verification(latent, monkeypatch):
 
 def test_rejected_rows_left_in_the_target(partial, monkeypatch):
     """Rows committed in the order of the tree, not along the accepted path."""
-    plain = loop.commit
+    plain = loop.take_rows
 
-    def commit(caches, rows, start, count, read, path=None):
-        if path is not None:
+    def take_rows(rows, path):
+        if rows.ndim == 4:  # keys and values: rows of heads
             path = jnp.broadcast_to(jnp.arange(path.shape[1], dtype=jnp.int32), path.shape)
-        return plain(caches, rows, start, count, read, path)
+        return plain(rows, path)
 
-    monkeypatch.setattr(loop, "commit", commit)
+    monkeypatch.setattr(loop, "take_rows", take_rows)
     assert not caches_stay_fresh(partial, programs_of(partial, Speculation(3, 2, 8)))

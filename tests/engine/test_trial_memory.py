@@ -5,9 +5,10 @@ import numpy as np
 import pairs
 import pytest
 
-from eaglejax import Sampling, Speculation
+from eaglejax import Auto, Sampling, Speculation
 from eaglejax.checkpoint import streaming
 from eaglejax.models.layers import leaves
+from eaglejax.sharding.memory import Sizes, state_bytes, total
 
 SPECS = [Speculation(1, 1), Speculation(3, 4, 24), Speculation(7, 2, 16)]
 # values of a cached position: grouped keys and values (4 heads of 24), or one latent row (24 and 8 of RoPE); the draft's (8 heads of 16)
@@ -46,6 +47,18 @@ def test_trial_40_caches_take_the_bytes_of_the_formula(random_pairs, family, dty
     assert len(rest) == 1
     plain = state_of(engine, Speculation(num_steps=0), slots)
     assert plain.draft_cache == [] and held((plain.pending_tokens, plain.pending_features)) == 0
+
+
+@pytest.mark.parametrize("family", VALUES)
+def test_trial_40_the_state_is_what_the_plan_says(random_pairs, family):
+    """Fixed trees and "auto", whose window and beliefs are counted too: shapes alone, nothing is compiled."""
+    engine = pairs.load(*random_pairs[family], max_len=64)
+    pair, slots = engine._pair, 2
+    for spec in (*SPECS, Speculation(num_steps=0), Auto((SPECS[0], SPECS[2])), Auto((SPECS[1],), window=9)):
+        sizes = Sizes(pair.target.config, pair.draft.config, spec, slots, 64, 4)
+        with pairs.jaxtyping_off():
+            leaves_of = jax.tree.leaves(engine._programs_for(spec).state_shapes(slots))
+        assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves_of) == total(state_bytes(sizes)), spec
 
 
 @pytest.mark.parametrize(("mesh", "data", "model"), [("model=8", 1, 8), ("data=2,model=4", 2, 4), ("model=2", 1, 2)])

@@ -58,7 +58,8 @@ def test_only_accepted_rows_reach_the_cache():
     cache = KVRows(jnp.asarray(rng.normal(size=(2, 10, 1, 4)), jnp.float32), None)
     rows = KVRows(jnp.asarray(rng.normal(size=(2, 6, 1, 4)), jnp.float32), None)
     path = jnp.asarray([[0, 2, 5, 5], [0, 3, 3, 3]], jnp.int32)
-    (new,) = commit([cache], [rows], jnp.asarray([4, 8], jnp.int32), jnp.asarray([3, 2], jnp.int32), rows.keys, path)
+    along = KVRows(take_rows(rows.keys, path), None)
+    (new,) = commit([cache], [along], jnp.asarray([4, 8], jnp.int32), jnp.asarray([3, 2], jnp.int32), rows.keys)
     want = np.asarray(cache.keys).copy()
     want[0, 4:7] = np.asarray(rows.keys)[0, [0, 2, 5]]
     want[1, 8:10] = np.asarray(rows.keys)[1, [0, 3]]

@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 from flax import nnx
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.models.config import (
     DenseConfig,
     DraftConfig,
@@ -47,6 +47,8 @@ PROGRAMS = {
     "llama, plain": (LLAMA, Speculation(num_steps=0)),
     "llama, chain": (LLAMA, Speculation(2, 1)),
     "mla and experts, tree": (LATENT, Speculation(2, 2, 4)),
+    # a window whose scores do not happen to have a cache's size
+    "mla and experts, auto": (LATENT, Auto((Speculation(2, 1), Speculation(2, 2, 4)), window=24)),
 }
 
 
@@ -179,6 +181,7 @@ def test_cache_bytes_are_the_formula(dtype):
         "llama, plain": 2 * grouped,
         "llama, chain": 2 * grouped + grouped,
         "mla and experts, tree": 2 * latent + grouped,
+        "mla and experts, auto": 2 * latent + grouped,
     }
     for name, count in expected.items():
         assert size(cache_leaves(name, MAX_LEN, dtype)) == count, name

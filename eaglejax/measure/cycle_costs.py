@@ -1,0 +1,100 @@
+"""What a cycle of every choice of "auto" costs, beside a plain one: timed with the program that will decode, each choice forced in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eaglejax.config import Auto, Sampling
+from eaglejax.sharding.layout import fetch
+from eaglejax.sharding.processes import from_first
+from eaglejax.speculation.adapt import Policy, prior_policy
+from eaglejax.speculation.programs import Programs
+from eaglejax.speculation.state import State
+from eaglejax.wave import Job, Wave
+
+PROMPT, CYCLES = 8, 6  # tokens of a prompt; cycles of one timed call
+MOST_ROUNDS, BUDGET_SECONDS = 5, 3.0  # rounds over all choices; time after the first, which compiles
+PARTS = 1_000_000  # costs are shared between processes as whole millionths
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a wave of some width. `trees`: a cycle with each tree; `catch_up`: the draft run over a window; both in plain steps. `plain_ms`:
+    of one step of plain decoding. `seconds`: how long measuring took."""
+
+    trees: tuple[float, ...]
+    catch_up: float
+    plain_ms: float
+    seconds: float
+
+
+def forced(policy: Policy, choice: int, catch_up: bool = False) -> Policy:
+    """Tables that take one choice in every cycle."""
+    return replace(policy, forced=jnp.int32(choice), always_catch_up=jnp.bool_(catch_up))
+
+
+class _Run:
+    """A wave of random prompts that is decoded a few cycles at a time."""
+
+    def __init__(self, programs: Programs, width: int):
+        self.programs, self.width, self.state = programs, width, None
+        self.ended = np.zeros(width, bool)
+
+    def seconds_per_cycle(self, policy: Policy, cycles: int) -> float:
+        """Time of one call over the cycles it ran."""
+        state = self._with_room(cycles)
+        before = int(fetch(state.cycles).max())
+        begin = time.perf_counter()
+        self.state = state = self.programs.decode(state, cycles, self.ended, policy)
+        jax.block_until_ready(state.length)
+        taken = time.perf_counter() - begin
+        return taken / max(1, int(fetch(state.cycles).max()) - before)
+
+    def _with_room(self, cycles: int) -> State:
+        longest = self.programs.max_len - cycles * (self.programs.spec.num_steps + 1) - 1
+        if self.state is not None and int(fetch(self.state.length).max()) <= longest:
+            return self.state
+        if self.state is not None:
+            self.programs.keep(self.state)
+        vocabulary = self.programs.vocab_size
+        random = np.random.default_rng(0)
+        size = min(PROMPT, max(1, longest - 1))
+        prompts = random.integers(0, vocabulary, (self.width, size)).tolist()
+        jobs = [Job(prompt, Sampling(max_new_tokens=self.programs.max_len), 0, ()) for prompt in prompts]
+        return Wave(self.programs, jobs, None, self.width).prefilled()
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.programs.keep(self.state)
+
+
+def measure_costs(programs: Programs, width: int) -> Costs:
+    """Costs of the choices of `programs` with `width` slots. Compiles what decoding would compile, then takes some seconds at most.
+
+    With several processes those of process 0, in all of them.
+    """
+    auto = programs.spec
+    assert isinstance(auto, Auto)
+    begin = time.perf_counter()
+    tables = prior_policy(auto)
+    modes = [forced(tables, choice) for choice in range(len(auto.choices))] + [forced(tables, 0, True)]
+    placed = [programs.place_policy(mode) for mode in modes]
+    run = _Run(programs, width)
+    cycles = max(1, min(CYCLES, (programs.max_len - PROMPT - 2) // (auto.num_steps + 1)))
+    once = lambda: [run.seconds_per_cycle(policy, cycles) for policy in placed]
+    once()
+    rounds, warm = [], time.perf_counter()
+    rounds.append(once())
+    more = int(BUDGET_SECONDS / max(time.perf_counter() - warm, 1e-6)) - 1
+    rounds += [once() for _ in range(from_first(max(0, min(more, MOST_ROUNDS - 1))))]
+    run.close()
+    ratios = [statistics.median(times[mode] / times[0] for times in rounds) for mode in range(len(modes))]
+    shared = [from_first(round(ratio * PARTS)) / PARTS for ratio in ratios]
+    plain = from_first(round(PARTS * 1e3 * statistics.median(times[0] for times in rounds))) / PARTS
+    return Costs(tuple(shared[1:-1]), max(0.0, shared[-1] - 1), plain, time.perf_counter() - begin)

@@ -1,0 +1,212 @@
+"""`tune`: from a calibration run and the cost of a cycle's parts to the fastest trees of a pair on this machine, confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, real_number, whole_number
+from eaglejax.errors import ConfigError
+from eaglejax.measure.cost_curve import ROWS, CostCurve, measure_curve
+from eaglejax.measure.cycle_costs import measure_costs
+from eaglejax.measure.look_ahead import LookAhead, whole_pool
+from eaglejax.measure.prompt_sets import read_prompts
+from eaglejax.measure.replay import Replayed, Text, first_guesses, replay, settings
+from eaglejax.measure.timing import Spread, alternate
+from eaglejax.measure.tuning import Acceptance, Row, Tuning, holds_for
+from eaglejax.sharding.mesh import MODEL, axis_size
+from eaglejax.wave import Job, Wave
+
+if TYPE_CHECKING:
+    from eaglejax.engine import EagleJaxEngine
+
+CHAIN_STEPS, TREE_STEPS, TOPK = 7, 5, 4  # of the widest trees of the calibration
+CONFIRMED, CONFIRM_ROUNDS = 3, 3  # settings of each class that are run; how often
+MOST_TREES = 3  # of "auto": each is compiled
+HARDNESS = (0.5, 1.0, 2.0)  # texts for which "auto" gets the best tree: easier than the calibration's, like it, harder
+SETS = ("mt_bench", "gsm8k", "humaneval")
+GREEDY, SAMPLED = "greedy", "sampled"
+Progress = Callable[[str, int], Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the calibration says about one class of requests. `texts`: with chains, with broad trees."""
+
+    sampling: Sampling
+    chains: list[Text]
+    broad: list[Text]
+
+    def replayed(self, wanted: Sequence[Speculation]) -> dict[Speculation, Replayed]:
+        """Every setting on the calibration's texts."""
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for tree in wanted:
+            shapes.setdefault((tree.num_steps, tree.topk), []).append(tree.nodes)
+        found = {}
+        for (steps, topk), sizes in shapes.items():
+            told = replay(self.chains if topk == 1 else self.broad, steps, topk, sizes)
+            found |= {Speculation(steps, topk, nodes): told[nodes] for nodes in sizes}
+        return found
+
+
+def tune(
+    engine: EagleJaxEngine,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: int = 64,
+    temperature: Real = 0.8,
+    rows: Sequence[int] = ROWS,
+    progress: Callable[[str, int], Any] | None = None,
+) -> Tuning:
+    """Measure and choose. See `EagleJaxEngine.tune`."""
+    pair, slots = engine._pair, engine.slots
+    if pair.draft is None:
+        raise ConfigError("there is nothing to tune without a draft", where="draft", fix="load the engine with draft=")
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "tune runs in one process", where="processes", found=jax.process_count(), fix="tune on one host"
+        )
+    least = 2 * CHAIN_STEPS
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least + 2, engine.max_len - 1)
+    asked = engine.encode(list(prompts))[:slots]
+    asked = [asked[index % len(asked)] for index in range(slots)]
+    temperature = real_number("temperature", temperature, 0, 1e4)
+    told = progress or (lambda what, total: _silent())
+    classes = {GREEDY: Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)}
+    if temperature > 0:
+        classes[SAMPLED] = replace(classes[GREEDY], temperature=temperature, seed=0)
+
+    looking = _looking(engine)
+    found = {name: _calibrate(looking, asked, sampling, told) for name, sampling in classes.items()}
+    curve = _curve(engine, asked, rows, told)
+    most = min(pair.draft.config.draft_vocab_size, TOPK)
+    wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
+    predicted = {name: _predict(each.replayed(wanted), curve) for name, each in found.items()}
+    confirmed = {name: _confirm(engine, asked, found[name].sampling, predicted[name], told) for name in classes}
+    trees = choose_trees([found[name].replayed(wanted) for name in classes], curve)
+    auto = Auto(trees)
+    with told("costs of the chosen trees", 1) as advance:
+        costs = measure_costs(engine._programs_for(auto), slots)
+        advance(1)
+    acceptance = {}
+    for name, each in found.items():
+        replayed = each.replayed(trees)
+        acceptance[name] = Acceptance(tuple(replayed[tree].reach for tree in trees), first_guesses(each.chains))
+    return Tuning(holds_for(pair, slots), trees, auto.window, costs, acceptance, confirmed)
+
+
+def default_prompts(engine: EagleJaxEngine) -> list[list[int]]:
+    """Built-in prompts, one per slot, of all sets in turn; as chat messages where the tokenizer has a template."""
+    sets = [[prompt.content for prompt in read_prompts(name, -(-engine.slots // len(SETS)))] for name in SETS]
+    mixed = [content for turn in zip(*sets, strict=True) for content in turn][: engine.slots]
+    return engine.encode(mixed)
+
+
+@contextmanager
+def _silent() -> Iterator[Callable[[int], object]]:
+    yield lambda n: None
+
+
+def _looking(engine: EagleJaxEngine) -> LookAhead:
+    assert engine._pair.draft is not None
+    most = min(engine._pair.draft.config.draft_vocab_size, TOPK)
+    specs = [whole_pool(CHAIN_STEPS, 1), whole_pool(TREE_STEPS, most)]
+    return LookAhead(engine._programs_for(specs[0]), specs)
+
+
+def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, told: Progress) -> Found:
+    jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
+    kind = SAMPLED if sampling.temperature else GREEDY
+    with told(f"calibration, {kind}", sampling.max_new_tokens) as advance:
+        chains, broad = looking.run(jobs, advance)
+    if sum(len(text.trees) for text in chains) <= CHAIN_STEPS * len(chains):
+        raise ConfigError(
+            "the answers are too short to learn from",
+            where="max_len",
+            found=looking.programs.max_len,
+            fix="shorter prompts",
+        )
+    return Found(sampling, chains, broad)
+
+
+def _curve(engine: EagleJaxEngine, asked: list[list[int]], rows: Sequence[int], told: Progress) -> CostCurve:
+    pair = engine._pair
+    assert pair.draft is not None
+    topks = [k for k in (1, 2, TOPK) if k <= pair.draft.config.draft_vocab_size]
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    programs = engine._programs_for(whole_pool(CHAIN_STEPS, 1))
+    with told("cost of the parts of a cycle", len(rows) + 2 * len(topks)) as advance:
+        return measure_curve(
+            programs,
+            lambda: _ms_per_cycle(engine, asked, sampling, PLAIN),
+            pair.target.config,
+            axis_size(pair.mesh, MODEL),
+            engine.slots,
+            topks,
+            advance,
+            rows,
+        )
+
+
+def _wave_of(
+    engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation
+) -> tuple[int, float, int]:
+    """(tokens after the first, seconds of decoding, cycles of the longest slot)."""
+    jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
+    answers = Wave(engine._programs_for(spec), jobs, None, engine.slots).run()
+    tokens = sum(answer.stats.new_tokens - 1 for answer in answers)
+    return tokens, answers[0].stats.decode_seconds, max(answer.stats.cycles for answer in answers)
+
+
+def _ms_per_cycle(engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation) -> float:
+    _, seconds, cycles = _wave_of(engine, asked, sampling, spec)
+    return 1e3 * seconds / max(cycles, 1)
+
+
+def _predict(replayed: dict[Speculation, Replayed], curve: CostCurve) -> list[Row]:
+    """Every setting, plain decoding included, fastest first."""
+    plain = curve.cycle_ms(PLAIN)
+    rows = [Row(0, 1, 1, 1.0, plain, 1e3 * curve.slots / plain)]
+    for tree, told in replayed.items():
+        cycle = curve.cycle_ms(tree)
+        rate = 1e3 * curve.slots * told.tau / cycle
+        rows.append(Row(tree.num_steps, tree.topk, tree.nodes, told.tau, cycle, rate))
+    return sorted(rows, key=lambda row: -row.predicted)
+
+
+def _confirm(
+    engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, rows: list[Row], told: Progress
+) -> tuple[Row, ...]:
+    """The rows with the best few, and plain decoding, measured in turns."""
+    chosen = rows[:CONFIRMED]
+    chosen += [row for row in rows if row.num_steps == 0 and row not in chosen]
+
+    def rate(row: Row) -> float:
+        tokens, seconds, _ = _wave_of(engine, asked, sampling, row.tree)
+        return tokens / seconds
+
+    with told("the best few, run", len(chosen) * (CONFIRM_ROUNDS + 1)) as advance:
+        tasks = {row: (lambda row=row: rate(row)) for row in chosen}
+        measured = alternate(tasks, repeats=CONFIRM_ROUNDS, done=lambda: advance(1))
+    told_rows = [replace(row, measured=Spread.of(measured[row]).median) for row in chosen]
+    told_rows.sort(key=lambda row: -(row.measured or 0))
+    return (*told_rows, *(row for row in rows if row not in chosen))
+
+
+def choose_trees(classes: Sequence[dict[Speculation, Replayed]], curve: CostCurve) -> tuple[Speculation, ...]:
+    """The trees of "auto": for each class and hardness of text the one that the costs favour, the likelier first; at most `MOST_TREES`."""
+    chosen: list[Speculation] = []
+    for hardness in sorted(HARDNESS, key=lambda hard: abs(hard - 1)):
+        for replayed in classes:
+
+            def rate(tree: Speculation, found=replayed, hard=hardness) -> float:
+                return (1 + sum(share**hard for share in found[tree].reach)) / curve.cycle_ms(tree)
+
+            best = max(replayed, key=rate)
+            if best not in chosen:
+                chosen.append(best)
+    return tuple(sorted(chosen[:MOST_TREES], key=lambda tree: (tree.nodes, tree.num_steps)))

@@ -1,0 +1,40 @@
+"""A tuning in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eaglejax.measure.tuning import Row, Tuning
+
+SHOWN = 8  # rows of a class
+
+
+def tune_report(tuning: Tuning, path: Path) -> str:
+    """The table of every class, the trees of "auto" and what they cost, and where all that is kept."""
+    holds = tuning.holds_for
+    lines = [
+        f"{holds.target} with draft {holds.draft}: {holds.device}, {holds.dtype}, {holds.mesh}, {holds.slots} slots",
+        "tokens/s are those of all slots together; predicted = slots x tau / cycle; tau = tokens per cycle, bonus included, replayed on",
+        "the calibration's answers; measured = by running it, in turns with the others. Plain decoding is 0, 1, 1.",
+    ]
+    for name, rows in tuning.rows.items():
+        lines += ["", f"{name}: num_steps, topk, num_draft_tokens"]
+        lines.append(f"  {'':12} {'tau':>6} {'ms/cycle':>9} {'predicted':>10} {'measured':>9}")
+        plain = [row for row in rows[SHOWN:] if row.num_steps == 0]
+        lines += [_line(row) for row in (*rows[:SHOWN], *plain)]
+        if rows[0].num_steps == 0:
+            lines.append("  no draft is faster here")
+    lines += [
+        "",
+        f'"auto" chooses among plain decoding ({tuning.costs.plain_ms:.2f} ms a step) and, in plain steps a cycle:',
+    ]
+    for tree, cost in zip(tuning.trees, tuning.costs.trees, strict=True):
+        lines.append(f"  ({tree.num_steps}, {tree.topk}, {tree.nodes}): {cost:.2f}")
+    lines += [f"  the draft over {tuning.window} waiting rows: {tuning.costs.catch_up:.2f}", "", f"stored in {path}"]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    shape = f"{row.num_steps}, {row.topk}, {row.num_draft_tokens}"
+    measured = "" if row.measured is None else f"{row.measured:9.1f}"
+    return f"  {shape:12} {row.tau:6.2f} {row.cycle_ms:9.2f} {row.predicted:10.1f} {measured:>9}"

@@ -1,0 +1,160 @@
+"""Stored tunings: kept, found again, refused for another machine or pair; `tune` from end to end on a small pair."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eaglejax import Sampling, Speculation
+from eaglejax.adaptive import UNTUNED
+from eaglejax.errors import ConfigError
+from eaglejax.measure.cost_curve import CostCurve
+from eaglejax.measure.cycle_costs import Costs
+from eaglejax.measure.replay import Replayed
+from eaglejax.measure.tune import choose_trees, tune
+from eaglejax.measure.tune_report import tune_report
+from eaglejax.measure.tuning import Acceptance, Row, Tuning, holds_for, read_tuning, stored_path
+from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MoEConfig, RopeConfig, TargetConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+import pairs  # noqa: E402
+
+TREES = (Speculation(2, 1), Speculation(2, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return pairs.write_random(tmp_path_factory.mktemp("tuning"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    return pairs.load(*folders, slots=2, tuning="none")
+
+
+@pytest.fixture(scope="module")
+def made(engine):
+    reach = ((0.5, 0.2), (0.7, 0.4))
+    row = Row(2, 1, 3, 1.7, 2.0, 850.0, 800.0)
+    plain = Row(0, 1, 1, 1.0, 1.0, 1000.0)
+    return Tuning(
+        holds_for(engine._pair, 2),
+        TREES,
+        32,
+        Costs((1.5, 1.9), 0.3, 1.0, 2.0),
+        {"greedy": Acceptance(reach, 0.5)},
+        {"greedy": (row, plain)},
+    )
+
+
+def test_a_tuning_comes_back_as_it_was(made, tmp_path):
+    made.save(tmp_path / "deep" / "file.json")
+    assert read_tuning(tmp_path / "deep" / "file.json") == made
+    text = tune_report(made, tmp_path)
+    assert "2, 1, 3" in text and "800.0" in text and "(2, 2, 4): 1.90" in text and str(tmp_path) in text
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda stored: stored.pop("trees"),
+        lambda stored: stored.update(version=0),
+        lambda stored: stored["costs"].update(trees=[1.0]),
+        lambda stored: stored["costs"].update(trees=[0.0, 1.0]),
+        lambda stored: stored["acceptance"].update(greedy=None),
+        lambda stored: stored["holds_for"].update(moon=1),
+        lambda stored: stored.update(trees=[[0, 1, 1], [2, 2, 4]]),
+    ],
+)
+def test_broken_files_are_refused_with_their_name(made, tmp_path, spoil):
+    stored = made.to_json()
+    spoil(stored)
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        read_tuning(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not a tuning"):
+        read_tuning(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tuning(tmp_path / "none.json")
+
+
+def test_stored_tunings_are_found_and_others_left_out(folders, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
+    untuned = pairs.load(*folders, slots=2, speculation="auto")
+    assert untuned.speculation == UNTUNED and "no tuning fits" in str(untuned.load_report)
+    path = stored_path(made.holds_for)
+    made.save(path)
+    tuned = pairs.load(*folders, slots=2, speculation="auto")
+    assert tuned.speculation == made.auto and "of the tuning" in str(tuned.load_report)
+    assert pairs.load(*folders, slots=3, speculation="auto").speculation == UNTUNED
+    assert pairs.load(*folders, slots=2, speculation="auto", tuning="measure").speculation == UNTUNED
+    # the same file, by hand, for another machine: refused where it was asked for, left out with a warning where it was found
+    other = replace(made, holds_for=replace(made.holds_for, device="other card", draft_fingerprint="0"))
+    other.save(path)
+    assert "left out" in str(pairs.load(*folders, slots=2, speculation="auto").load_report)
+    with pytest.raises(ConfigError, match=r"device other card, here cpu.*|draft_fingerprint"):
+        pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        pairs.load(*folders, slots=2, speculation="auto", tuning=str(tmp_path / "missing.json"))
+
+
+def test_fingerprints_tell_other_weights(engine, tmp_path_factory):
+    other = pairs.load(*pairs.write_random(tmp_path_factory.mktemp("latent"), "deepseek_v3"), tuning="none")
+    assert holds_for(engine._pair, 2).differences(holds_for(other._pair, 2))
+    assert holds_for(engine._pair, 2) == holds_for(engine._pair, 2)
+
+
+def target(mlp) -> TargetConfig:
+    attention = GQAConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig(10000.0, 16))
+    return TargetConfig("t", 64, 32, (LayerConfig(attention, mlp),) * 2, 1e-6, tie_embeddings=False, max_position=64)
+
+
+def test_costs_between_the_measured_rows():
+    points, draft = {1: 10.0, 4: 16.0, 16: 28.0}, {1: (2.0, 1.0), 4: (3.0, 2.0)}
+    dense = CostCurve(1, points, draft, 0.5, target(DenseConfig(48)), 1)
+    assert dense.cycle_ms(Speculation(num_steps=0)) == 10.5
+    assert dense.cycle_ms(Speculation(3, 1)) == pytest.approx(0.5 + 2 + 2 * 1 + 16)
+    assert dense.verify_ms(10) == pytest.approx(22)
+    assert dense.cycle_ms(Speculation(2, 2, 4)) == pytest.approx(0.5 + 2 + 1 / 3 + 1 + 1 / 3 + 16)
+    # experts are touched fast at first: two rows cost more than a straight line says
+    mixture = MoEConfig(experts=16, topk=4, width=16, score="softmax")
+    sparse = CostCurve(1, points, draft, 0.5, target(mixture), 1)
+    touched = [16 * (1 - 0.75**rows) for rows in (1, 2, 4)]
+    share = (touched[1] - touched[0]) / (touched[2] - touched[0])
+    assert sparse.verify_ms(2) == pytest.approx(10 + 6 * share, rel=1e-2)
+    assert sparse.verify_ms(2) > dense.verify_ms(2) + 0.5
+
+
+def test_the_trees_of_auto_are_the_best_for_several_texts():
+    curve = CostCurve(1, {1: 1.0, 16: 1.3}, {1: (0.1, 0.1), 4: (0.15, 0.15)}, 0.0, target(DenseConfig(48)), 1)
+    short, long = Speculation(1, 1), Speculation(6, 1)
+    told = {
+        short: Replayed(1.5, (0.5,), ()),
+        long: Replayed(2.6, (0.5, 0.4, 0.3, 0.2, 0.1, 0.1), ()),
+    }
+    chosen = choose_trees([told], curve)
+    assert set(chosen) == {short, long}
+
+
+def test_tune_from_end_to_end(folders):
+    engine = pairs.load(*folders, slots=1, speculation="auto", tuning="measure")
+    asked = pairs.prompts([6])
+    tuning = tune(engine, asked, max_new_tokens=40, temperature=0, rows=(1, 8))
+    rows = tuning.rows["greedy"]
+    assert sum(row.num_steps == 0 for row in rows) == 1
+    measured = [row for row in rows if row.measured is not None]
+    assert 3 <= len(measured) <= 4 and any(row.num_steps == 0 for row in measured)
+    assert [row.measured for row in measured] == sorted((row.measured for row in measured), reverse=True)
+    # what was replayed is what really happens
+    tree = next(row for row in measured if row.topk in (1, 4) and row.num_steps)
+    answer = engine.generate(asked, Sampling(max_new_tokens=40, ignore_eos=True), speculation=tree.tree)[0]
+    assert answer.stats.tau == pytest.approx(tree.tau, rel=0.25)
+    assert Tuning.from_json(json.loads(json.dumps(tuning.to_json())), "here") == tuning
+    with pytest.raises(ConfigError, match="nothing to tune"):
+        tune(pairs.load(folders[0], None, speculation=None), asked)
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        tune(engine, asked, max_new_tokens=4)

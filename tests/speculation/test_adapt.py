@@ -1,0 +1,132 @@
+"""The policy of "auto" without a model: what it believes, what it chooses, what it may lose."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eaglejax.config import Auto, Speculation
+from eaglejax.speculation.adapt import (
+    ALLOWANCE,
+    DIFFICULTIES,
+    PRIOR,
+    SHARE,
+    account,
+    choose,
+    fresh_belief,
+    learn_accepted,
+    learn_guesses,
+    make_policy,
+    prior_policy,
+)
+
+REACH = [[0.6, 0.35, 0.2], [0.8, 0.55]]
+POLICY = make_policy(REACH, [1.3, 1.6], 0.2, 0.6)
+
+
+def ints(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="cycles")
+def run(chance, cycles: int):
+    """Five simulated waves of one slot; a level is accepted with `chance` given the one above. (choices, tokens made, time spent)."""
+    levels, live = jnp.asarray([0, 3, 2]), jnp.ones((1,), bool)
+
+    def cycle(carry, draws):
+        belief, made = carry
+        choice = choose(POLICY, belief, made, ints(1000), live)
+        hits = (draws < chance) & (jnp.arange(3) < levels[choice])
+        accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32)), dtype=jnp.int32)[None]
+        belief = learn_accepted(POLICY, belief, choice, accepted, live)
+        belief = account(POLICY, belief, choice, jnp.bool_(False), live)
+        return (belief, made + accepted + 1), choice
+
+    def wave(draws):
+        (belief, made), choices = jax.lax.scan(cycle, (fresh_belief(1, 3), ints(0)), draws)
+        return choices, made[0], belief.spent[0]
+
+    return jax.vmap(wave)(jax.random.uniform(jax.random.key(0), (5, cycles, 3)))
+
+
+def test_tables_are_probabilities():
+    assert math.isclose(sum(PRIOR), 1) and len(PRIOR) == len(DIFFICULTIES)
+    one = DIFFICULTIES.index(1.0)
+    np.testing.assert_allclose(POLICY.tokens[:, one], [1, 2.15, 2.35], rtol=1e-5)
+    for tree, shares in enumerate(REACH, 1):
+        chances = np.exp(np.asarray(POLICY.evidence[tree]))
+        np.testing.assert_allclose(chances[: len(shares) + 1].sum(0), 1, atol=1e-3)
+    np.testing.assert_allclose(np.exp(np.asarray(POLICY.guess)).sum(0), 1, atol=1e-3)
+    # harder texts have fewer tokens to expect
+    assert (np.diff(np.asarray(POLICY.tokens[1:]), axis=1) < 0).all()
+
+
+def test_a_text_that_pays_is_speculated_on_and_wins():
+    used, made, spent = map(np.asarray, run(0.8, 200))
+    assert ((used == 0).sum(1) < 20).all()
+    assert (made > 1.5 * spent).all()
+
+
+def test_a_text_that_does_not_pay_is_left_alone_within_the_allowance():
+    used, made, spent = map(np.asarray, run(0.0, 300))
+    assert (spent <= made + ALLOWANCE + SHARE * spent + 1e-3).all()
+    tried = (used > 0).sum(1)
+    assert ((tried >= 1) & (tried <= 8)).all()
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.15, 0.3, 0.5])
+def test_never_much_slower_than_plain_decoding(chance):
+    """By the costs it is told, whatever the text: a wave loses 1 % and the allowance at most."""
+    _, made, spent = map(np.asarray, run(chance, 250))
+    assert (spent <= made + ALLOWANCE + SHARE * spent + 1e-3).all()
+
+
+def test_right_guesses_bring_speculation_back():
+    live, room = jnp.ones((1,), bool), ints(1000)
+    belief = fresh_belief(1, 3)
+    for _ in range(6):
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), ints(0), live)
+    rich = ints(1000)  # what it may lose is not what decides here
+    assert int(choose(POLICY, belief, rich, room, live)) == 0
+    assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(0), ints(8)), rich, room, live)) == 0
+    assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(7), ints(8)), rich, room, live)) > 0
+    same = learn_guesses(POLICY, belief, ints(0), ints(0))
+    np.testing.assert_array_equal(same.difficulty, belief.difficulty)
+
+
+def test_one_choice_for_the_sum_of_the_live_slots():
+    belief = fresh_belief(3, 3)
+    bad = ints(0, 0, 3)
+    for _ in range(8):
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), bad, jnp.ones((3,), bool))
+    rich, room = ints(500, 500, 500), ints(99, 99, 99)
+    pick = lambda *live: int(choose(POLICY, belief, rich, room, jnp.asarray(live)))
+    assert pick(True, True, False) == 0 and pick(False, False, True) > 0
+    # with one token to go there is nothing to win
+    assert int(choose(POLICY, belief, rich, ints(1, 1, 1), jnp.asarray([False, False, True]))) == 0
+    # slots that are done learn nothing and pay nothing
+    before = belief.difficulty
+    after = learn_accepted(POLICY, belief, jnp.int32(1), bad, jnp.zeros((3,), bool))
+    np.testing.assert_array_equal(after.difficulty, before)
+    assert float(account(POLICY, belief, jnp.int32(1), jnp.bool_(True), jnp.zeros((3,), bool)).spent.sum()) == 0
+
+
+def test_plain_decoding_says_nothing_and_its_cycles_count():
+    belief = fresh_belief(2, 3)
+    live = jnp.ones((2,), bool)
+    same = learn_accepted(POLICY, belief, jnp.int32(0), ints(0, 0), live)
+    np.testing.assert_array_equal(same.difficulty, belief.difficulty)
+    paid = account(POLICY, belief, jnp.int32(2), jnp.bool_(True), live)
+    np.testing.assert_allclose(paid.spent, 1.8, rtol=1e-6)
+    assert paid.used.tolist() == [[0, 0, 1], [0, 0, 1]]
+
+
+def test_the_prior_for_an_unknown_pair_favours_small_trees():
+    trees = (Speculation(3, 1), Speculation(3, 4, 8), Speculation(7, 8, 64))
+    policy = prior_policy(Auto(trees))
+    one = DIFFICULTIES.index(1.0)
+    rate = np.asarray(policy.tokens[:, one] / policy.cost)
+    assert min(rate[1], rate[2]) > rate[0] > rate[3]
