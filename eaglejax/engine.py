@@ -8,8 +8,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal
 
-from eaglejax.capture_probe import settle_capture
-from eaglejax.config import Sampling, Speculation, whole_number
+from eaglejax.config import Sampling, Speculation, whole_number, yes_or_no
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
@@ -79,6 +78,7 @@ class EagleJaxEngine:
         slots: int = 4,
         draft_placement: DraftPlacement = "replicated",
         expert_split: ExpertSplit = "auto",
+        check_wiring: bool = True,
     ) -> EagleJaxEngine:
         """Load a target and a draft, and check that they fit.
 
@@ -97,6 +97,8 @@ class EagleJaxEngine:
             draft_placement: on a mesh, "replicated" (a copy of the draft on every device, no collective while drafting) or "sharded".
             expert_split: on a mesh, "experts" (each device holds whole experts), "width" (a part of each), "auto" (the first that
                 divides).
+            check_wiring: measure on a short text, where there is a tokenizer, whether another wiring of the draft (captures, norms, map
+                of its vocabulary) is better than the loaded one, and warn; `check` looks closer. False leaves that out.
 
         Raises:
             CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do. Weights and
@@ -105,6 +107,7 @@ class EagleJaxEngine:
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
         max_len, slots = whole_number("max_len", max_len, 1), whole_number("slots", slots, 1)
+        check_wiring = yes_or_no("check_wiring", check_wiring)
         if draft is None and isinstance(speculation, Speculation) and speculation.num_steps:
             raise ConfigError(
                 "a tree needs a draft",
@@ -123,6 +126,7 @@ class EagleJaxEngine:
             max_len,
             slots,
             placement,
+            check_wiring,
         )
         agree("from_pretrained", made_of)
         with telling("from_pretrained"):
@@ -144,8 +148,10 @@ class EagleJaxEngine:
             max_len = pair.target.config.max_position
         engine = cls(pair, speculation=speculation, max_len=max_len, slots=slots)
         pair.report.note("speculation", engine._describe(speculation))
-        if pair.capture is not None and pair.capture.alternatives:
-            settle_capture(pair, engine._teacher, engine.generate, max_len)
+        if pair.draft is not None:
+            from eaglejax.measure.load_check import check_at_load
+
+            check_at_load(pair, engine.generate, max_len, asked=check_wiring)
         return engine
 
     # what was loaded

@@ -123,8 +123,8 @@ class WiringCheck:
         best, wiring = self.best, self.best.wiring
         return (
             f"the draft was trained for another wiring than the loaded one: {wiring.name}. It gives {best.tokens_per_cycle:.2f} tokens "
-            f"per cycle, position 0 right {best.accuracies[0]:.1%}; loaded: {loaded} ({where}; {self.gained.sigmas:.0f} standard errors "
-            f"apart). Load it with {wiring.keyword}, or {wiring.flags}"
+            f"per cycle, position 0 right {best.accuracies[0]:.1%}; loaded: {loaded} ({where}; {min(self.gained.sigmas, 99):.0f} standard "
+            f"errors apart). Load it with {wiring.keyword}, or {wiring.flags}"
         )
 
 
@@ -141,47 +141,56 @@ def check_wiring(
     """
     wirings = Wirings(pair)
     singles = wirings.singles()
-    run = _Measured(pair, texts, [wirings.loaded, *singles], advance)
+    run = Measured(pair, texts, source, [wirings.loaded, *singles], advance=advance)
     loaded = run.figure(wirings.loaded)
     figures = [loaded, *map(run.figure, singles)]
-    best, gained = _choose(figures)
+    best, _ = _choose(figures)
     if best is not loaded:
         second = _extended(wirings, best.wiring.changes, singles)
     elif loaded.accuracies[0] < LOW:
         second = _pairs(wirings, singles)
     else:
         second = []
-    if second:
-        figures += map(run.figure, second)
-        best, gained = _choose(figures)
-    return _result(figures, best, gained, run, source)
+    figures += map(run.figure, second)
+    return run.judged(figures)
 
 
-def compare_wirings(pair: Pair, texts: Sequence[Text], source: str, wirings: Sequence[Wiring], steps: int) -> WiringCheck:
-    """The figures of some wirings, the first taken as the loaded one."""
-    run = _Measured(pair, texts, wirings, lambda n: None, steps)
-    figures = [run.figure(wiring) for wiring in wirings]
-    return _result(figures, *_choose(figures), run, source)
-
-
-class _Measured:
+class Measured:
     """The figures of wirings over one pass of the target."""
 
     def __init__(
         self,
         pair: Pair,
         texts: Sequence[Text],
+        source: str,
         wirings: Sequence[Wiring],
-        advance: Callable[[int], Any],
+        *,
         steps: int = STEPS,
+        advance: Callable[[int], Any] = lambda n: None,
     ):
-        self.forced = TeacherForced(pair, texts, [b for wiring in wirings for b in wiring.boundaries], steps)
-        self._advance = advance
+        """Arguments: wirings: those that may be asked for read no other boundaries than these."""
+        self._forced = TeacherForced(pair, texts, [b for wiring in wirings for b in wiring.boundaries], steps)
+        self._source, self._advance = source, advance
 
     def figure(self, wiring: Wiring) -> Figure:
-        made = Figure(wiring, self.forced.foretold(wiring))
+        """What the draft foretells under a wiring."""
+        made = Figure(wiring, self._forced.foretold(wiring))
         self._advance(1)
         return made
+
+    def judged(self, figures: Sequence[Figure]) -> WiringCheck:
+        """What follows from some figures, the first being the wiring that was loaded."""
+        best, gained = _choose(figures)
+        comparisons = len(figures) - 1
+        alike = [
+            figure
+            for figure in figures
+            if figure is not best
+            and not gain(best, figure, comparisons).sure
+            and len(figure.wiring.changes) <= max(len(best.wiring.changes), 1)
+        ]
+        covered = self._forced.covered(best.wiring)
+        return WiringCheck(tuple(figures), best, gained, tuple(alike), self._forced.count, self._source, covered)
 
 
 def _extended(wirings: Wirings, changes: tuple[Change, ...], singles: Iterable[Wiring]) -> list[Wiring]:
@@ -215,15 +224,3 @@ def _choose(figures: Sequence[Figure]) -> tuple[Figure, Gain | None]:
     chosen = min(alike, key=lambda index: (len(figures[index].wiring.changes), index))
     return figures[chosen], gains[chosen]
 
-
-def _result(figures: list[Figure], best: Figure, gained: Gain | None, run: _Measured, source: str) -> WiringCheck:
-    comparisons = len(figures) - 1
-    alike = [
-        figure
-        for figure in figures
-        if figure is not best
-        and not gain(best, figure, comparisons).sure
-        and len(figure.wiring.changes) <= max(len(best.wiring.changes), 1)
-    ]
-    covered = run.forced.covered(best.wiring)
-    return WiringCheck(tuple(figures), best, gained, tuple(alike), run.forced.count, source, covered)
