@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eaglejax.config import Sampling, Speculation, whole_number, yes_or_no
 from eaglejax.drafting import check_tree, view
@@ -25,6 +25,9 @@ from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
 from eaglejax.wave import Job, Wave
+
+if TYPE_CHECKING:
+    from eaglejax.measure.check import CheckReport
 
 PLAIN = Speculation(num_steps=0)
 # until a tree is chosen from measured costs, "auto" is this chain
@@ -310,6 +313,23 @@ class EagleJaxEngine:
             ids = self._ids(token_ids, 2)
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
+
+    # instruments
+
+    def check(self, *, tokens: int = 512, wiring: bool = True, lossless: bool = True) -> CheckReport:
+        """A doctor for the pair: which wiring was the draft trained for, is decoding lossless, do tables and sizes fit? (docs/check.md)
+
+        Arguments:
+            tokens: that the target writes, in all, by plain decoding; the draft is judged on them. More of them tell smaller faults.
+            wiring: measure the draft under every plausible wiring. lossless: compare speculative with plain decoding.
+
+        Returns: a report to print; `.ok` is False where something is wrong, `.wrong` says what and how it is mended.
+
+        Raises ConfigError without a draft, for impossible tokens, and where several processes run the mesh.
+        """
+        from eaglejax.measure.check import check
+
+        return check(self, tokens=tokens, wiring=wiring, lossless=lossless)
 
     # inner parts
 

@@ -51,9 +51,7 @@ class Teacher:
     def draft_score(self, boundaries: tuple[int, ...], token_ids: list[int]) -> DraftScore:
         """Logits [t - 1, w] and hidden states [t - 1, d] of the draft: row i has token i + 1 and the features of position i."""
         count = len(token_ids) - 1
-        hidden, logits = self._draft_program(boundaries)(
-            self._arrays, self._row(token_ids, teacher_bucket(count) + 1)
-        )
+        hidden, logits = self._draft_program(boundaries)(self._arrays, self._row(token_ids, teacher_bucket(count) + 1))
         return DraftScore(fetch(logits)[0, :count], fetch(hidden)[0, :count].astype(np.float32))
 
     def propose(self, boundaries: tuple[int, ...], token_ids: list[int], spec: Speculation) -> Tree:

@@ -174,7 +174,7 @@ def load_plan(
     """
     config, where = plan.config, plan.reader.path
     have = have or {}
-    borrowed = plan if not have else replace(plan, borrowed=plan.borrowed - have.keys())
+    borrowed = plan if not have else replace(plan, borrowed=plan.borrowed - frozenset(have))
     values: dict[str, Any] = _lend(borrowed, dtype, target, target_embedding, report)
     draft = nnx.eval_shape(build or (lambda: Draft(config, dtype=dtype)))
     plans, variables = sources(config), leaves(draft)

@@ -42,6 +42,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("draft_placement", "on a mesh: replicated (default: a copy of the draft on each device) or sharded"),
         Flag("expert_split", "on a mesh: experts (whole ones on each device), width (a part of each), auto (default)"),
+        Flag(
+            "check_wiring",
+            "look, when a pair is loaded, whether another wiring of the draft is better; default: on",
+            "switch",
+        ),
+    ),
+    "check": (
+        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512"),
+        Flag("wiring", "measure every plausible wiring of the draft; default: on", "switch"),
+        Flag("lossless", "compare speculative with plain decoding, and audit what differs; default: on", "switch"),
     ),
     "speculation": (
         Flag("speculation", "auto (default with a draft; for now a chain of 3) or none (plain decoding)"),

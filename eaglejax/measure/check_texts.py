@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,15 @@ def _short(name: str, count: int, chat: bool) -> list[Any]:
     return sorted(shortest, key=lambda prompt: prompt.number)
 
 
-def answered(pair: Pair, generate: Generate, max_len: int, tokens: int) -> tuple[list[Text], str]:
-    """The target's own greedy answers, `tokens` in all, by plain decoding."""
-    prompts, words = prompt_ids(pair, max_len)
-    each = max(-(-tokens // len(prompts)), 1)
-    # ids without text have no end of a text either
-    asked = Sampling(max_new_tokens=each, ignore_eos=pair.tokenizer is None)
-    answers = generate(prompts, asked, speculation=None)
-    texts = [Text(answer.prompt_token_ids + answer.token_ids, len(answer.prompt_token_ids)) for answer in answers]
-    return texts, f"the target's own greedy answers {words}"
+def own_texts(answers: Sequence[Generation], eos_ids: Sequence[int]) -> list[Text]:
+    """The target's answers as texts, each up to its first end of text."""
+    texts = []
+    for answer in answers:
+        ids = answer.token_ids
+        ends = [index for index, token in enumerate(ids) if token in eos_ids]
+        kept = ids[: ends[0] + 1] if ends else ids
+        texts.append(Text(answer.prompt_token_ids + kept, len(answer.prompt_token_ids)))
+    return texts
 
 
 def sampled(pair: Pair, generate: Generate, max_len: int) -> tuple[list[Text], str]:

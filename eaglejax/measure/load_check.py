@@ -9,8 +9,8 @@ from dataclasses import replace
 from eaglejax.generation import Generation
 from eaglejax.loading import Pair
 from eaglejax.measure.check_texts import passage, sampled
-from eaglejax.measure.wiring_check import Figure, Measured, WiringCheck
 from eaglejax.measure.teacher_forced import Text
+from eaglejax.measure.wiring_check import Figure, Measured, WiringCheck
 from eaglejax.measure.wirings import Change, Wiring, Wirings
 
 STEPS = 2  # a state that is fed back wrongly shows at the second step, and every fault of the first at the first

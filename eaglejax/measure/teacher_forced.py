@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,19 +26,20 @@ from eaglejax.checkpoint.draft_loader import EMBEDDING, HEAD, load_plan
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair
 from eaglejax.measure.wirings import Wiring
-from eaglejax.models.config import DraftConfig
 from eaglejax.models.draft import Draft
 from eaglejax.models.layers import leaves
 from eaglejax.models.rows import KVRows, Step, causal_step
+from eaglejax.models.split import Over
 from eaglejax.sharding.layout import fetch, place, weight_specs
 from eaglejax.sharding.spmd import on_mesh
 from eaglejax.speculation.programs import empty_request, pad_rows
 from eaglejax.speculation.sampling import draw
 
 CONTEXT = 8  # tokens before a place that make it a place of its own: a text that goes round in circles is counted once
-
-
+# bytes of residual streams up to which all of them are kept, whatever is asked for: one program for all checks
+ALL_BOUNDARIES = 2**28
 FLOOR = -10.0  # log-probability of a token that the draft cannot say, or hardly
+Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -73,22 +75,21 @@ class TeacherForced:
         self._tokens = place(rows, pair.mesh)
         self.places = _places(self.texts, size, steps)
         self.count = int(self.places.sum())
-        self._program = cache(self._make_program)
         self._captured, self.choices = self._run_target(tuple(sorted(set(boundaries))))
 
     def foretold(self, wiring: Wiring) -> Foretold:
         """What the draft says under a wiring, compiled once for each config of the draft."""
-        draft = self._wired(wiring)
-        _, arrays = nnx.split(draft)
+        graph, arrays = nnx.split(self._wired(wiring))
         features = [self._captured[boundary] for boundary in wiring.boundaries]
         wanted = np.stack([np.roll(self.choices, -1 - step, axis=1) for step in range(self.steps)])
         known = np.full(self._pair.target.config.vocab_size, -1, np.int32)  # draft id of every target id
         known[wiring.plan.target_ids] = np.arange(wiring.plan.target_ids.size, dtype=np.int32)
         own = known[wanted]
-        run = self._program(draft.config)
-        ids, scores = run(jax.tree.leaves(arrays), self._tokens, features, place(own, self._mesh))
+        run = _draft_program(graph, tuple(weight_specs(arrays)), self.steps, self._mesh)
+        ids, scores = run(arrays, self._tokens, features, place(own, self._mesh))
         hits = (fetch(ids) == own) & (own >= 0)
-        return Foretold(hits[:, self.places], np.maximum(np.where(own < 0, FLOOR, fetch(scores)), FLOOR)[:, self.places])
+        scores = np.maximum(np.where(own < 0, FLOOR, fetch(scores)), FLOOR)
+        return Foretold(hits[:, self.places], scores[:, self.places])
 
     def covered(self, wiring: Wiring) -> float:
         """Share of the target's choices that the draft's vocabulary holds: no draft can be right more often."""
@@ -120,41 +121,54 @@ class TeacherForced:
 
     def _run_target(self, boundaries: tuple[int, ...]) -> tuple[dict[int, Array], Int[np.ndarray, "b n"]]:
         target = self._pair.target
+        every = tuple(range(target.config.num_layers + 1))
+        size = len(every) * self._tokens.size * target.config.hidden_size * target.dtype.itemsize
+        kept = every if size <= ALL_BOUNDARIES else boundaries
         graph, arrays = nnx.split(target)
-
-        def run(arrays, tokens):
-            model = nnx.merge(graph, arrays)
-            batch, rows = tokens.shape
-            step = causal_step(jnp.zeros((batch,), jnp.int32), rows)
-            out = model(tokens, step, model.empty_caches(batch, 0), boundaries)
-            # a text at a time: the logits of all of them may be larger than the model
-            logits = lambda hidden: draw(
-                model.logits(hidden[None]), jnp.zeros((1, rows), jnp.int32), empty_request(1), model.split.vocab
-            )[0]
-            return jax.lax.map(logits, out.hidden), *out.captured
-
-        program = on_mesh(self._mesh, run, (weight_specs(arrays), P()), P())
+        program = _target_program(graph, tuple(weight_specs(arrays)), kept, self._mesh)
         choices, *captured = program(arrays, self._tokens)
-        return dict(zip(boundaries, captured, strict=True)), fetch(choices)
+        return dict(zip(kept, captured, strict=True)), fetch(choices)
 
-    def _make_program(self, config: DraftConfig) -> Callable[..., Any]:
-        """`unroll` of a draft of this config; weights, captures and tokens are arguments."""
-        pair, steps = self._pair, self.steps
-        assert pair.origin is not None
-        split = pair.origin.split
-        abstract = nnx.eval_shape(lambda: Draft(config, dtype=pair.dtype, split=split))
-        graph, shapes = nnx.split(abstract)
-        tree = jax.tree.structure(shapes)
 
-        def run(weights, tokens, features, wanted):
-            draft = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-            return unroll(draft, tokens, jnp.concatenate(features, axis=-1), wanted, steps)
+# Programs are kept by structure, not by pair: weights are arguments, and the wirings of another check are often the same.
 
-        return on_mesh(self._mesh, run, (weight_specs(shapes), P(), P(), P()), P())
+
+@lru_cache(maxsize=8)
+def _target_program(graph: Any, specs: tuple[P, ...], boundaries: tuple[int, ...], mesh: Mesh | None) -> Program:
+    """(arrays, tokens [b, n]) -> the target's choices [b, n] and its residual streams [b, n, d] at the boundaries."""
+
+    def run(arrays, tokens):
+        model = nnx.merge(graph, arrays)
+        batch, rows = tokens.shape
+        step = causal_step(jnp.zeros((batch,), jnp.int32), rows)
+        out = model(tokens, step, model.empty_caches(batch, 0), boundaries)
+        # a text at a time: the logits of all of them may be larger than the model
+        choose = lambda hidden: _first_choice(model.logits(hidden[None]), model.split.vocab)
+        return jax.lax.map(choose, out.hidden), *out.captured
+
+    return on_mesh(mesh, run, (list(specs), P()), P())
+
+
+@lru_cache(maxsize=32)
+def _draft_program(graph: Any, specs: tuple[P, ...], steps: int, mesh: Mesh | None) -> Program:
+    """(arrays, tokens, captured streams, wanted ids) -> `unroll` of a draft of this structure."""
+
+    def run(arrays, tokens, features, wanted):
+        return unroll(nnx.merge(graph, arrays), tokens, jnp.concatenate(features, axis=-1), wanted, steps)
+
+    return on_mesh(mesh, run, (list(specs), P(), P(), P()), P())
+
+
+def _first_choice(logits: Float[Array, "1 n v"], over: Over) -> Int[Array, " n"]:
+    return draw(logits, jnp.zeros(logits.shape[:2], jnp.int32), empty_request(1), over)[0]
 
 
 def unroll(
-    draft: Draft, tokens: Int[Array, "b n"], features: Float[Array, "b n f"], wanted: Int[Array, "steps b n"], steps: int
+    draft: Draft,
+    tokens: Int[Array, "b n"],
+    features: Float[Array, "b n f"],
+    wanted: Int[Array, "steps b n"],
+    steps: int,
 ) -> tuple[Int[Array, "steps b n"], Float[Array, "steps b n"]]:
     """Draft ids of the first choices at every place and step, and the log-probabilities of the wanted ones.
 
@@ -184,14 +198,13 @@ def _say(
 ) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
     """First choice and log-probability of the wanted draft id, for the rows of one text; the vocabulary may be split."""
     over, logits = draft.split.draft_vocab, draft.logits(hidden[None])
-    choice = draw(logits, jnp.zeros((1, hidden.shape[0]), jnp.int32), empty_request(1), over)[0]
     own, width = logits[0], logits.shape[-1]
     top = over.max(own.max(-1))
     total = over.sum(jnp.exp(own - top[:, None]).sum(-1))
     places = wanted - over.first(width)
     here = (places >= 0) & (places < width)
     value = jnp.take_along_axis(own, jnp.clip(places, 0, width - 1)[:, None], axis=-1)[:, 0]
-    return choice, over.sum(jnp.where(here, value, 0)) - top - jnp.log(total)
+    return _first_choice(logits, over), over.sum(jnp.where(here, value, 0)) - top - jnp.log(total)
 
 
 def _joined(earlier: Array, new: Array) -> Array:

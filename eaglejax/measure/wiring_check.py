@@ -113,7 +113,9 @@ class WiringCheck:
 
     def verdict(self) -> str:
         """One sentence, with figures and, where something is wrong, the override that mends it."""
-        loaded = f"{self.loaded.tokens_per_cycle:.2f} tokens per cycle, position 0 right {self.loaded.accuracies[0]:.1%}"
+        loaded = (
+            f"{self.loaded.tokens_per_cycle:.2f} tokens per cycle, position 0 right {self.loaded.accuracies[0]:.1%}"
+        )
         where = f"teacher-forced over {self.places} places of {self.source}"
         if not self.wrong and self.blind:
             return f"cannot be told: the draft foretells next to nothing under any wiring ({loaded}, {where})"
@@ -223,4 +225,3 @@ def _choose(figures: Sequence[Figure]) -> tuple[Figure, Gain | None]:
     alike = [index for index in better if not gain(figures[top], figures[index], comparisons).sure]
     chosen = min(alike, key=lambda index: (len(figures[index].wiring.changes), index))
     return figures[chosen], gains[chosen]
-

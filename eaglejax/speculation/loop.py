@@ -19,8 +19,8 @@ from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
 
 
-def decode(models: Models, state: State, spec: Speculation, max_cycles: Int[Array, ""]) -> State:
-    """Cycles until every slot is done, or `max_cycles` of them."""
+def decode(models: Models, state: State, spec: Speculation, max_cycles: Int[Array, ""], plain_rows: int = 1) -> State:
+    """Cycles until every slot is done, or `max_cycles` of them; `plain_rows` as in `cycle`."""
 
     def running(carry):
         index, state = carry
@@ -28,13 +28,13 @@ def decode(models: Models, state: State, spec: Speculation, max_cycles: Int[Arra
 
     def body(carry):
         index, state = carry
-        return index + 1, cycle(models, state, spec)
+        return index + 1, cycle(models, state, spec, plain_rows)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-def cycle(models: Models, state: State, spec: Speculation) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root."""
+def cycle(models: Models, state: State, spec: Speculation, plain_rows: int = 1) -> State:
+    """One round. Plain decoding is the same round with a tree of nothing but the root, and dummy rows where `plain_rows` is above 1."""
     root_positions = state.length - 1
     root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
 
@@ -49,7 +49,7 @@ def cycle(models: Models, state: State, spec: Speculation) -> State:
         )
         tree = grow(models.draft, draft_cache, tip, root, root_positions, state.request, spec)
     else:
-        tree = root_only(root)
+        tree = root_only(root, plain_rows)
 
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
