@@ -32,8 +32,7 @@ from eaglejax.models.rows import KVRows, Step, causal_step
 from eaglejax.models.split import Over
 from eaglejax.sharding.layout import fetch, place, weight_specs
 from eaglejax.sharding.spmd import on_mesh
-from eaglejax.speculation.programs import empty_request, pad_rows
-from eaglejax.speculation.sampling import draw
+from eaglejax.speculation.programs import pad_rows
 
 CONTEXT = 8  # tokens before a place that make it a place of its own: a text that goes round in circles is counted once
 # bytes of residual streams up to which all of them are kept, whatever is asked for: one program for all checks
@@ -143,7 +142,7 @@ def _target_program(graph: Any, specs: tuple[P, ...], boundaries: tuple[int, ...
         step = causal_step(jnp.zeros((batch,), jnp.int32), rows)
         out = model(tokens, step, model.empty_caches(batch, 0), boundaries)
         # a text at a time: the logits of all of them may be larger than the model
-        choose = lambda hidden: _first_choice(model.logits(hidden[None]), model.split.vocab)
+        choose = lambda hidden: _first_choice(model.logits(hidden), model.split.vocab)[0]
         return jax.lax.map(choose, out.hidden), *out.captured
 
     return on_mesh(mesh, run, (list(specs), P()), P())
@@ -159,8 +158,12 @@ def _draft_program(graph: Any, specs: tuple[P, ...], steps: int, mesh: Mesh | No
     return on_mesh(mesh, run, (list(specs), P(), P(), P()), P())
 
 
-def _first_choice(logits: Float[Array, "1 n v"], over: Over) -> Int[Array, " n"]:
-    return draw(logits, jnp.zeros(logits.shape[:2], jnp.int32), empty_request(1), over)[0]
+def _first_choice(logits: Float[Array, "n v"], over: Over) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
+    """The likeliest id of every row, the lower one of equals, and its logit; the vocabulary may be split."""
+    own = logits.max(-1)
+    top = over.max(own)
+    mine = jnp.argmax(logits, axis=-1).astype(jnp.int32) + over.first(logits.shape[-1])
+    return -over.max(-jnp.where(own == top, mine, jnp.iinfo(jnp.int32).max)), top
 
 
 def unroll(
@@ -197,14 +200,14 @@ def _say(
     draft: Draft, hidden: Float[Array, "n d"], wanted: Int[Array, " n"]
 ) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
     """First choice and log-probability of the wanted draft id, for the rows of one text; the vocabulary may be split."""
-    over, logits = draft.split.draft_vocab, draft.logits(hidden[None])
-    own, width = logits[0], logits.shape[-1]
-    top = over.max(own.max(-1))
+    over, own = draft.split.draft_vocab, draft.logits(hidden)
+    width = own.shape[-1]
+    choice, top = _first_choice(own, over)
     total = over.sum(jnp.exp(own - top[:, None]).sum(-1))
     places = wanted - over.first(width)
     here = (places >= 0) & (places < width)
     value = jnp.take_along_axis(own, jnp.clip(places, 0, width - 1)[:, None], axis=-1)[:, 0]
-    return _first_choice(logits, over), over.sum(jnp.where(here, value, 0)) - top - jnp.log(total)
+    return choice, over.sum(jnp.where(here, value, 0)) - top - jnp.log(total)
 
 
 def _joined(earlier: Array, new: Array) -> Array:

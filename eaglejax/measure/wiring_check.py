@@ -19,6 +19,7 @@ LEAST_BLOCKS = 6
 CHANCE = 1e-3  # of one false finding among all comparisons of a check
 MARGIN = 0.02  # tokens per cycle: what is smaller is no finding, however sure
 LOW = 0.3  # position-0 accuracy below which two changes are tried where no single one helps
+BLINDING = ("capture", "vocabulary")  # kinds that are listed before the others
 NOTHING = 0.05  # position-0 accuracy below which nothing can be told of a draft
 
 
@@ -135,8 +136,8 @@ def check_wiring(
 ) -> WiringCheck:
     """Measure every plausible wiring of a loaded pair: one change at a time, then a second one beside the best.
 
-    Where no single change helps and the draft is right less than `LOW` of the time, every pair of changes is tried: two faults at once
-    can hide each other.
+    Where no single change helps and the draft is right less than `LOW` of the time, pairs of changes are tried: two faults at once can hide
+    each other.
 
     Arguments:
         texts: of the target's own making. source: what they are, in words. advance: called with 1 after every wiring.
@@ -204,9 +205,9 @@ def _extended(wirings: Wirings, changes: tuple[Change, ...], singles: Iterable[W
 
 
 def _pairs(wirings: Wirings, singles: Sequence[Wiring]) -> list[Wiring]:
-    """Any two changes of different kinds."""
+    """Any two changes of different kinds, one of them of the captures or the map: these make a draft blind to all else."""
     changes = [single.changes[0] for single in singles]
-    both = [(a, b) for i, a in enumerate(changes) for b in changes[i + 1 :] if a.kind != b.kind]
+    both = [(a, b) for i, a in enumerate(changes) for b in changes[i + 1 :] if a.kind != b.kind and a.kind in BLINDING]
     made = [wirings.apply(*two) for two in both]
     return [wiring for wiring in made if wiring is not None]
 

@@ -46,7 +46,9 @@ def cut(folder):
 
 def checked(target, draft, **settings):
     engine = pairs.load(target, draft, **settings)
-    return engine, check_wiring(engine._pair, wired_pairs.texts(), "a ring")
+    # a draft that looks back has to find the ring there
+    texts = wired_pairs.ring_texts() if "turned" in draft else wired_pairs.random_texts()
+    return check_wiring(engine._pair, texts, "made text")
 
 
 # fault: (the draft, how it is loaded, the fix in words of Python, tokens per cycle when it is mended)
@@ -65,15 +67,15 @@ FAULTS = {
         "turned",
         {"draft_config": {"rope_theta": 10000.0}},
         {"draft_config": {"rope_theta": wired_pairs.THETA}},
-        4.5,
+        3.5,
     ),
     "pairs of channels": (
         "turned",
         {"draft_config": {"rope_pairing": "interleaved"}},
         {"draft_config": {"rope_pairing": "halves"}},
-        4.5,
+        3.5,
     ),
-    "d2t as an index": ("cut", {}, {"draft_config": {"d2t": "ids"}}, 1.9),
+    "d2t as an index": ("cut", {}, {"draft_config": {"d2t": "ids"}}, 1.3),
     "captures and a norm": (
         "plain",
         {"capture": (3, 5, 6), "draft_config": {"norm_before_residual": True}},
@@ -87,14 +89,14 @@ FAULTS = {
 def test_a_planted_fault_is_named_and_mended(request, target, fault):
     name, settings, fix, mended = FAULTS[fault]
     draft = request.getfixturevalue(name)
-    _, found = checked(target, draft, **settings)
+    found = checked(target, draft, **settings)
     assert found.wrong and found.gained is not None and found.gained.sure
-    assert found.best.tokens_per_cycle >= mended > found.loaded.tokens_per_cycle + 0.5
+    assert found.best.tokens_per_cycle >= mended > found.loaded.tokens_per_cycle + 0.2
     for key, value in fix.items():
         assert f"{key}={value}" in found.best.wiring.keyword and f"{key}={value}" in found.verdict()
         assert f"--{key}=" in found.best.wiring.flags
     # what it says, done: nothing is better any more
-    engine, again = checked(target, draft, **fix)
+    again = checked(target, draft, **fix)
     assert not again.wrong and again.loaded.tokens_per_cycle == found.best.tokens_per_cycle, again.verdict()
     assert "as the draft was trained" in again.verdict()
 
@@ -105,16 +107,16 @@ def test_the_fix_restores_tau(target, plain):
     asked = Sampling(max_new_tokens=30, ignore_eos=True)
     tau = lambda engine: engine.generate([[5], [20], [40], [50]], asked)[0].stats.tau
     wrong = pairs.load(target, plain, capture=(3, 5, 6))
-    found = check_wiring(wrong._pair, wired_pairs.texts(), "a ring")
+    found = check_wiring(wrong._pair, wired_pairs.random_texts(), "made text")
     mended = pairs.share_programs(pairs.load(target, plain, capture=found.best.wiring.boundaries), right)
     assert tau(wrong) < 1.2 and tau(mended) == tau(right) == 4.0
 
 
 @pytest.mark.parametrize("name", ["plain", "turned"])
 def test_no_false_alarm_on_the_right_pair(request, target, name):
-    _, found = checked(target, request.getfixturevalue(name))
+    found = checked(target, request.getfixturevalue(name))
     assert not found.wrong and not found.blind and found.best is found.loaded
-    assert found.loaded.tokens_per_cycle == max(figure.tokens_per_cycle for figure in found.figures) > 4
+    assert found.loaded.tokens_per_cycle == max(figure.tokens_per_cycle for figure in found.figures) > 3.5
 
 
 def test_a_draft_that_foretells_nothing_is_said_to_tell_nothing(target, folder):
@@ -123,7 +125,7 @@ def test_a_draft_that_foretells_nothing_is_said_to_tell_nothing(target, folder):
     tensors = kit_m.draft_tensors(wired_pairs.P, wired_pairs.RIGHT)
     noise = {name: rng.normal(0, 0.1, value.shape).astype(np.float32) for name, value in tensors.items()}
     draft = wired_pairs.write_draft(folder / "noise", noise)
-    _, found = checked(target, draft)
+    found = checked(target, draft)
     assert not found.wrong, found.verdict()
 
 

@@ -55,7 +55,13 @@ def turned() -> dict[str, np.ndarray]:
     return {key: array.astype(np.float32) for key, array in made.items()}
 
 
-def texts(count: int = 4, tokens: int = 40) -> list[Text]:
+def ring_texts(count: int = 4, tokens: int = 40) -> list[Text]:
     """The target's own greedy text, known by hand: the ring, from several places on."""
     starts = [3 + 15 * number for number in range(count)]
     return [Text([start, *pairs.walk(RING, start, tokens)], 1) for start in starts]
+
+
+def random_texts(count: int = 4, tokens: int = 70) -> list[Text]:
+    """Tokens of the ring in any order: what follows each is known all the same, and no place is like another."""
+    rows = np.random.default_rng(7).integers(3, kit_m.VOCAB - 1, (count, tokens))
+    return [Text(row, 1) for row in rows.tolist()]
