@@ -132,7 +132,11 @@ class WiringCheck:
 
 
 def check_wiring(
-    pair: Pair, texts: Sequence[Text], source: str, advance: Callable[[int], Any] = lambda n: None
+    pair: Pair,
+    texts: Sequence[Text],
+    source: str,
+    advance: Callable[[int], Any] = lambda n: None,
+    steps: int = STEPS,
 ) -> WiringCheck:
     """Measure every plausible wiring of a loaded pair: one change at a time, then a second one beside the best.
 
@@ -140,11 +144,12 @@ def check_wiring(
     each other.
 
     Arguments:
-        texts: of the target's own making. source: what they are, in words. advance: called with 1 after every wiring.
+        texts: of the target's own making. source: what they are, in words. advance: called with 1 after every wiring. steps: tokens
+            drafted at every place; two tell every kind of fault, more tell smaller ones.
     """
     wirings = Wirings(pair)
     singles = wirings.singles()
-    run = Measured(pair, texts, source, [wirings.loaded, *singles], advance=advance)
+    run = Measured(pair, texts, source, [wirings.loaded, *singles], steps=steps, advance=advance)
     loaded = run.figure(wirings.loaded)
     figures = [loaded, *map(run.figure, singles)]
     best, _ = _choose(figures)

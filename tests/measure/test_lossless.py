@@ -1,6 +1,7 @@
 """The audit's other parts: the control's rate, the routers' margins, the judge, and plain decoding with dummy rows."""
 
 import jax.numpy as jnp
+import kit_m
 import numpy as np
 import pairs
 import pytest
@@ -84,21 +85,29 @@ def test_the_judge_looks_with_float32(folders):
     engine = pairs.load(*folders, dtype="bfloat16")
     judge, prompt = Judge(engine._pair), pairs.prompts([9])[0]
     exact, own, margin = judge.look(prompt)
-    served = engine.score(prompt).logits[-1]
-    np.testing.assert_allclose(own, served, atol=1e-5)
-    error = np.abs(exact - own).max()
-    assert 0 < error < 0.2 and 0 < margin < 1
+    error, served = np.abs(exact - own).max(), engine.score(prompt).logits[-1]
+    # programs of bfloat16 round at other places; the float32 one is nearer to both than their scale of 8 * 2^-8
+    assert 0 < error < 0.1 and np.abs(exact - served).max() < 0.1 and 0 < margin < 1
     best = np.argsort(-exact)
-    wrong = judge.divergence(0, answer(prompt, [best[0]]), answer(prompt, [best[-1]]), Sampling())
+    wrong = judge.divergence(0, answer(prompt, [int(best[0])]), answer(prompt, [int(best[-1])]), Sampling())
     assert wrong is not None and wrong.gap == pytest.approx(exact[best[0]] - exact[best[-1]])
     assert wrong.limit == pytest.approx(2 * error) and wrong.cause == ("router" if margin < 2**-7 else "")
     assert judge.divergence(0, answer(prompt, [1]), answer(prompt, [1]), Sampling()) is None
 
 
-def test_dummy_rows_change_no_token(folders):
+def test_in_float32_the_judge_is_the_engines_own_score(folders):
+    engine = pairs.load(*folders)
+    prompt = pairs.prompts([9])[0]
+    exact, own, _ = Judge(engine._pair).look(prompt)
+    np.testing.assert_array_equal(exact, own)
+    np.testing.assert_allclose(exact, engine.score(prompt).logits[-1], atol=1e-5)
+
+
+def test_dummy_rows_change_no_token(tmp_path):
     """The control: plain decoding that runs four rows a step, in float32 the same tokens, one a cycle."""
-    engine = pairs.load(*folders, speculation=None, slots=2)
-    jobs = make_jobs(pairs.prompts([5, 9]), 12, ["T=0"])
+    p = kit_m.sharp(pairs.around())
+    engine = pairs.load(*pairs.write_ring(tmp_path, p, p), speculation=None, slots=2)
+    jobs = make_jobs([[5, 9], [20]], 12, ["T=0"])
     prompts, samplings = [ids for ids, _ in jobs], [asked for _, asked in jobs]
     plain = engine.generate(prompts, samplings)
     padded = _padded(engine, 4)(prompts, samplings)
