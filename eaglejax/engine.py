@@ -6,11 +6,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eaglejax.adaptive import UNTUNED, Adaptive
-from eaglejax.capture_probe import settle_capture
-from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, whole_number
+from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, whole_number, yes_or_no
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
@@ -29,6 +28,9 @@ from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
 from eaglejax.wave import Job, Wave
+
+if TYPE_CHECKING:
+    from eaglejax.measure.check import CheckReport
 
 Setting = Speculation | Auto | Literal["auto"] | None
 
@@ -91,6 +93,7 @@ class EagleJaxEngine:
         draft_placement: DraftPlacement = "replicated",
         expert_split: ExpertSplit = "auto",
         tuning: str = "auto",
+        check_wiring: bool = True,
     ) -> EagleJaxEngine:
         """Load a target and a draft, and check that they fit.
 
@@ -112,6 +115,8 @@ class EagleJaxEngine:
                 divides).
             tuning: what "auto" decides by: "auto" (a stored tuning of this pair and machine, else costs measured when a number of slots
                 first decodes), "measure" (no stored one), "none" (nothing measured), or the path of a tuning.
+            check_wiring: measure on a short text, where there is a tokenizer, whether another wiring of the draft (captures, norms, map
+                of its vocabulary) is better than the loaded one, and warn; `check` looks closer. False leaves that out.
 
         Raises:
             CheckpointError, ConfigError: before any compile; the message says what, where, found, expected and what to do. Weights and
@@ -120,6 +125,7 @@ class EagleJaxEngine:
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError("not a compute dtype", where="dtype", found=dtype, expected='"float32" or "bfloat16"')
         max_len, slots = whole_number("max_len", max_len, 1), whole_number("slots", slots, 1)
+        check_wiring = yes_or_no("check_wiring", check_wiring)
         if draft is None and isinstance(speculation, Speculation) and speculation.num_steps:
             raise ConfigError(
                 "a tree needs a draft",
@@ -139,6 +145,7 @@ class EagleJaxEngine:
             slots,
             placement,
             tuning,
+            check_wiring,
         )
         agree("from_pretrained", made_of)
         with telling("from_pretrained"):
@@ -162,8 +169,10 @@ class EagleJaxEngine:
         pair.report.note("speculation", engine.speculation.describe())
         if isinstance(engine.speculation, Auto) and engine._adaptive is not None:
             pair.report.note("speculation", engine._adaptive.describe())
-        if pair.capture is not None and pair.capture.alternatives:
-            settle_capture(pair, engine._teacher, engine.generate, max_len)
+        if pair.draft is not None:
+            from eaglejax.measure.load_check import check_at_load
+
+            check_at_load(pair, engine.generate, max_len, asked=check_wiring)
         return engine
 
     def variant(self, *, slots: int | None = None, simulated: SimulatedAcceptance | None = None) -> EagleJaxEngine:
@@ -310,6 +319,8 @@ class EagleJaxEngine:
             programs.use_draft(draft)
         self._teacher = Teacher(self._pair.target, draft, self._pair.mesh)
 
+    # instruments
+
     def tune(
         self,
         prompts: Any = None,
@@ -344,6 +355,21 @@ class EagleJaxEngine:
         if self.speculation == was:
             self.speculation = tuning.auto
         return tuning
+
+    def check(self, *, tokens: int = 512, wiring: bool = True, lossless: bool = True) -> CheckReport:
+        """A doctor for the pair: which wiring was the draft trained for, is decoding lossless, do tables and sizes fit? (docs/check.md)
+
+        Arguments:
+            tokens: that the target writes, in all, by plain decoding; the draft is judged on them. More of them tell smaller faults.
+            wiring: measure the draft under every plausible wiring. lossless: compare speculative with plain decoding.
+
+        Returns: a report to print; `.ok` is False where something is wrong, `.wrong` says what and how it is mended.
+
+        Raises ConfigError without a draft, for impossible tokens, and where several processes run the mesh.
+        """
+        from eaglejax.measure.check import check
+
+        return check(self, tokens=tokens, wiring=wiring, lossless=lossless)
 
     # looking inside
 

@@ -10,10 +10,11 @@ log = logging.getLogger("eaglejax")
 
 @dataclass
 class LoadReport:
-    """Notes by section, in the order in which they were made, and warnings apart."""
+    """Notes by section, in the order in which they were made, and warnings apart; `quiet` ones are not logged."""
 
     notes: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    quiet: bool = False
 
     def note(self, section: str, line: str) -> None:
         """A line of a section: "target", "draft", "text", "kernels", "speculation"."""
@@ -22,7 +23,8 @@ class LoadReport:
     def warn(self, line: str) -> None:
         """Something a user should look at; logged at once too."""
         self.warnings.append(line)
-        log.warning("%s", line)
+        if not self.quiet:
+            log.warning("%s", line)
 
     def __str__(self) -> str:
         lines = [f"! {line}" for line in self.warnings]

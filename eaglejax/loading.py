@@ -25,6 +25,7 @@ from eaglejax.models.capture import Capture, CaptureReading
 from eaglejax.models.config import TargetConfig
 from eaglejax.models.draft import Draft
 from eaglejax.models.packed import Packing
+from eaglejax.models.split import ModelSplit
 from eaglejax.models.target import Target
 from eaglejax.sharding.fit import Capacity, check_fit, needs_of
 from eaglejax.sharding.local_shapes import LocalModel, local_config
@@ -34,9 +35,22 @@ from eaglejax.text.eos import read_eos_ids
 from eaglejax.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 
+@dataclass(frozen=True)
+class DraftOrigin:
+    """Where a draft was read from, and how it was told to be read: what it takes to read it in another way."""
+
+    source: Source
+    overrides: Mapping[str, Any]
+    plan: DraftPlan
+    split: ModelSplit
+
+
 @dataclass
 class Pair:
-    """A target with its tokenizer, and the draft where there is one; on a mesh, where there is one."""
+    """A target with its tokenizer, and the draft where there is one; on a mesh, where there is one.
+
+    `origin`: None without a draft, and for a draft that was made rather than read.
+    """
 
     name: str
     target: Target
@@ -48,6 +62,7 @@ class Pair:
     report: LoadReport = field(default_factory=LoadReport)
     mesh: Mesh | None = None
     draft_name: str | None = None
+    origin: DraftOrigin | None = None
 
 
 def load_pair(
@@ -101,11 +116,12 @@ def load_pair(
         draft_name=draft,
     )
     if plan is not None:
-        assert parts.draft is not None
+        assert parts.draft is not None and draft_source is not None
         config, split = plan.config, parts.draft.split
         build = lambda: Draft(config, dtype=dtype, split=split)
         loaded = load_plan(plan, dtype=dtype, target=pair.target, report=report, mesh=mesh, build=build)
         pair.draft, pair.capture = loaded.draft, loaded.capture
+        pair.origin = DraftOrigin(draft_source, dict(draft_config or {}), plan, split)
     _report_mesh(pair, placement, parts.notes)
     _report_text(pair)
     for line in select.describe():

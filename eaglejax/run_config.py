@@ -20,9 +20,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "draft", "capture", "draft_config"),
     "speculation": ("mode", *(f.name for f in fields(Speculation))),
     "sampling": tuple(f.name for f in fields(Sampling)),
-    "engine": ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split", "tuning"),
+    "engine": ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split", "tuning", "check_wiring"),
 }
-_SWITCHES = {("speculation", "coupled"), ("sampling", "ignore_eos")}
+_SWITCHES = {("speculation", "coupled"), ("sampling", "ignore_eos"), ("engine", "check_wiring")}
 _TEXTS = {("model", "model"), ("model", "draft"), ("speculation", "mode"), ("engine", "dtype")}
 _TEXTS |= {("engine", "mesh"), ("engine", "draft_placement"), ("engine", "expert_split"), ("engine", "tuning")}
 DRAFT_PLACEMENTS, EXPERT_SPLITS = ("replicated", "sharded"), ("auto", "experts", "width")
@@ -38,8 +38,8 @@ class RunConfig:
     `Speculation`), [sampling] (the fields of `Sampling`) and [engine] (dtype, max_len, slots). Each may be left out.
 
     Arguments:
-        model, draft, capture, draft_config, speculation, dtype, max_len, slots, mesh, draft_placement, expert_split, tuning: as in
-            `EagleJaxEngine.from_pretrained`.
+        model, draft, capture, draft_config, speculation, dtype, max_len, slots, mesh, draft_placement, expert_split, tuning,
+            check_wiring: as in `EagleJaxEngine.from_pretrained`.
         sampling: of every request.
     """
 
@@ -56,6 +56,7 @@ class RunConfig:
     draft_placement: str = "replicated"
     expert_split: str = "auto"
     tuning: str = "auto"
+    check_wiring: bool = True
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
@@ -101,6 +102,7 @@ class RunConfig:
             draft_placement=_one_of(DRAFT_PLACEMENTS, "draft_placement", engine.get("draft_placement"), label),
             expert_split=_one_of(EXPERT_SPLITS, "expert_split", engine.get("expert_split"), label),
             tuning=engine.get("tuning", cls.tuning),
+            check_wiring=engine.get("check_wiring", cls.check_wiring),
         )
 
     def engine_arguments(self) -> dict[str, Any]:

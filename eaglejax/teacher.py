@@ -22,7 +22,6 @@ from eaglejax.sharding.layout import fetch, place, weight_specs
 from eaglejax.sharding.spmd import on_mesh
 from eaglejax.speculation.draft import extend, grow
 from eaglejax.speculation.programs import empty_request, pad_rows, teacher_bucket
-from eaglejax.speculation.sampling import draw
 from eaglejax.speculation.tree import Tree
 from eaglejax.speculation.verify import join_features
 
@@ -52,9 +51,7 @@ class Teacher:
     def draft_score(self, boundaries: tuple[int, ...], token_ids: list[int]) -> DraftScore:
         """Logits [t - 1, w] and hidden states [t - 1, d] of the draft: row i has token i + 1 and the features of position i."""
         count = len(token_ids) - 1
-        hidden, logits, _ = self._draft_program(boundaries)(
-            self._arrays, self._row(token_ids, teacher_bucket(count) + 1)
-        )
+        hidden, logits = self._draft_program(boundaries)(self._arrays, self._row(token_ids, teacher_bucket(count) + 1))
         return DraftScore(fetch(logits)[0, :count], fetch(hidden)[0, :count].astype(np.float32))
 
     def propose(self, boundaries: tuple[int, ...], token_ids: list[int], spec: Speculation) -> Tree:
@@ -64,20 +61,6 @@ class Teacher:
         return self._tree_program(boundaries, spec)(
             self._arrays, tokens, place(np.asarray([count], np.int32), self._mesh)
         )
-
-    def first_token_accuracy(self, boundaries: tuple[int, ...], texts: list[list[int]]) -> float:
-        """Share of positions at which the draft's first choice is the target's: how often a chain's first token would be accepted."""
-        assert self._draft is not None
-        ids, program = fetch(self._draft.target_ids[...]), self._draft_program(boundaries)
-        right = total = 0
-        for token_ids in texts:
-            count = len(token_ids) - 1
-            _, logits, choices = program(self._arrays, self._row(token_ids, teacher_bucket(count) + 1))
-            drafted = ids[fetch(logits)[0, :count].argmax(-1)]
-            # draft row i stands beside token i + 1 and foretells what the target says there
-            wanted = fetch(choices)[0, 1 : count + 1]
-            right, total = right + int((drafted == wanted).sum()), total + count
-        return right / max(total, 1)
 
     def _row(self, token_ids: list[int], size: int) -> Int[Array, "1 n"]:
         return place(pad_rows(np.asarray(token_ids, np.int32), size)[None], self._mesh)
@@ -110,13 +93,10 @@ class Teacher:
             rows = tokens.shape[1] - 1
             step = causal_step(jnp.zeros((tokens.shape[0],), jnp.int32), rows)
             drafted = draft(tokens[:, 1:], draft.fuse(features[:, :-1]), step, draft.empty_caches(tokens.shape[0], 0))
-            choices = draw(
-                target.logits(out.hidden), jnp.zeros_like(tokens), empty_request(tokens.shape[0]), target.split.vocab
-            )
-            return drafted.hidden, draft.logits(drafted.hidden), choices
+            return drafted.hidden, draft.logits(drafted.hidden)
 
         assert self._draft is not None
-        return self._compiled(run, 1, [P(), P(None, None, self._draft.split.draft_vocab.axis), P()])
+        return self._compiled(run, 1, [P(), P(None, None, self._draft.split.draft_vocab.axis)])
 
     def _make_propose(self, boundaries: tuple[int, ...], spec: Speculation) -> Program:
         def run(arrays, tokens, count):

@@ -5,7 +5,7 @@ weights are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from eaglejax.models.capture import MANIFEST_KEY, Capture, CaptureReading
 from eaglejax.models.config import DraftConfig, TargetConfig
 from eaglejax.models.draft import Draft, layer_attention
 from eaglejax.models.draft_config import TargetFacts, read_draft_config
-from eaglejax.models.draft_formats import FlatConfig, flatten
+from eaglejax.models.draft_formats import FlatConfig, flatten, replace_keys
 from eaglejax.models.draft_keys import check_keys
 from eaglejax.models.layers import leaves
 from eaglejax.models.target import Target
@@ -121,7 +121,7 @@ def inspect_draft(
     config = reader.hf_config if reader.hf_config is not None else read_config(source.folder)
     where = source.path if reader.hf_config is not None else source.folder / "config.json"
     if overrides:
-        config = {**config, **overrides}
+        config = replace_keys(config, overrides)
         report.note("draft", "overridden: " + ", ".join(f"{key} = {value!r}" for key, value in overrides.items()))
     flat = flatten(config, reader.tensors, where)
     report.note("draft", f"{source.path}: EAGLE-3 draft in {flat.name} format")
@@ -131,7 +131,7 @@ def inspect_draft(
     tensors = read_names(reader.tensors, source.path)
     unknown_keys = check_keys(flat, reader.tensors, where)
     reading = read_draft_config(flat, tensors, target, capture=capture, where=where, report=report)
-    ids = _vocabulary(reader, tensors, reading.config, target, report)
+    ids = _vocabulary(reader, tensors, reading.config, target, report, flat.top.get("d2t"))
     borrowed, tied = _borrowed(flat, reading.config, target, source.path)
     skeleton = nnx.eval_shape(lambda: Draft(reading.config, dtype=jnp.float32))
     check_shapes(skeleton, tensors, borrowed | ({HEAD} if tied else set()), source.path)
@@ -162,6 +162,7 @@ def load_plan(
     report: LoadReport,
     mesh: Mesh | None = None,
     build: Callable[[], Draft] | None = None,
+    have: Mapping[str, Any] | None = None,
 ) -> LoadedDraft:
     """Read the weights of a checked draft; borrowed ones are the target's own arrays.
 
@@ -169,19 +170,25 @@ def load_plan(
         mesh: where the leaves are laid by their `mesh_axes`, by default whole on every device; borrowed arrays are
             then copied from the target's, which may be split.
         build: makes the draft of one device, called under `nnx.eval_shape`; by default the whole of it.
+        have: parameters that are on the devices already, by path, as `leaves` of another wiring of the same file gives them.
     """
     config, where = plan.config, plan.reader.path
-    values: dict[str, Any] = _lend(plan, dtype, target, target_embedding, report)
+    have = have or {}
+    borrowed = plan if not have else replace(plan, borrowed=plan.borrowed - frozenset(have))
+    values: dict[str, Any] = _lend(borrowed, dtype, target, target_embedding, report)
     draft = nnx.eval_shape(build or (lambda: Draft(config, dtype=dtype)))
     plans, variables = sources(config), leaves(draft)
     for path in sorted(variables):
+        if path in have:
+            values[path] = have[path][...]
+            continue
         if path not in values and not (plan.tied and path == HEAD):
             values[path] = read_parameter(plan.reader, plan.tensors, plans[path], dtype)
         if path in values:
             values[path] = place_whole(values[path], variables[path], mesh)
     if plan.tied:
         values[HEAD] = values[EMBEDDING]
-    fill(draft, values)
+    fill(draft, {path: value for path, value in values.items() if path in variables})
     draft.target_ids.set_value(place_whole(plan.target_ids, draft.target_ids, mesh))
     stored = sorted({info.dtype for name, info in plan.tensors.infos.items() if name not in ("d2t", "t2d")})
     report.note("draft", f"{where.name}: weights stored as {', '.join(stored)}, computed in {jnp.dtype(dtype).name}")
@@ -189,7 +196,12 @@ def load_plan(
 
 
 def _vocabulary(
-    reader: CheckpointReader, tensors: DraftTensors, config: DraftConfig, target: TargetFacts, report: LoadReport
+    reader: CheckpointReader,
+    tensors: DraftTensors,
+    config: DraftConfig,
+    target: TargetFacts,
+    report: LoadReport,
+    meaning: str | None,
 ) -> Int[np.ndarray, " w"]:
     where, vocab = reader.path, target.vocab_size or config.vocab_size
     if config.own_embedding:
@@ -201,7 +213,13 @@ def _vocabulary(
                 "is misshapen", where=f"{where}: {name}", found=list(table.shape), expected="one axis"
             )
     return map_vocabulary(
-        tables[0], tables[1], draft_vocab=config.draft_vocab_size, target_vocab=vocab, where=where, report=report
+        tables[0],
+        tables[1],
+        draft_vocab=config.draft_vocab_size,
+        target_vocab=vocab,
+        where=where,
+        report=report,
+        meaning=meaning,
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from eaglejax.errors import CheckpointError
+from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
+
+MEANINGS = ("offsets", "ids")  # what d2t holds; the config key "d2t" says so where a file does not
 
 
 def map_vocabulary(
@@ -21,6 +23,7 @@ def map_vocabulary(
     target_vocab: int,
     where: object,
     report: LoadReport,
+    meaning: str | None = None,
 ) -> Int[np.ndarray, " w"]:
     """The target id of every draft id, int32.
 
@@ -29,11 +32,18 @@ def map_vocabulary(
         draft_vocab: rows of the draft's head, w.
         target_vocab: rows of the target's embedding; no proposal may reach beyond them.
         where: the file, for messages. report: gets one line on what was done.
+        meaning: "offsets" (target id = draft id + d2t) or "ids" (target id = d2t) where that is told; None: offsets, and ids only
+            where t2d proves it.
 
-    Raises CheckpointError where a map is missing, misshapen, out of range, not ascending, or contradicted by t2d.
+    Raises CheckpointError where a map is missing, misshapen, out of range, not ascending, or contradicted by t2d; ConfigError for a
+    meaning that is none.
     """
+    if meaning not in (None, *MEANINGS):
+        raise ConfigError("unknown meaning", where="d2t", found=repr(meaning), expected='"offsets" or "ids"')
     member = None if t2d is None else _membership(t2d, draft_vocab, target_vocab, where)
     if d2t is None:
+        if meaning is not None:
+            raise ConfigError("says what d2t holds, and the draft's file has none", where="d2t", found=repr(meaning))
         return _without_map(draft_vocab, target_vocab, where, report)
     if d2t.shape != (draft_vocab,) or d2t.dtype.kind not in "iu":
         raise CheckpointError(
@@ -44,6 +54,8 @@ def map_vocabulary(
         )
     offsets = d2t.astype(np.int64)
     ids = np.arange(draft_vocab, dtype=np.int64) + offsets
+    if meaning == "ids":
+        return _told_ids(offsets, member, target_vocab, where, report)
     fault = _fault(ids, member, target_vocab)
     if fault is None:
         known = (
@@ -51,13 +63,31 @@ def map_vocabulary(
         )
         report.note("draft", f"vocabulary: {known} (d2t holds offsets{'; t2d agrees' if member is not None else ''})")
         return ids.astype(np.int32)
-    if member is not None and _fault(offsets, member, target_vocab) is None:
+    if meaning is None and member is not None and _fault(offsets, member, target_vocab) is None:
         report.warn("d2t of the draft holds target ids, not offsets (t2d confirms it): converted")
         return offsets.astype(np.int32)
     hint = None
     if _fault(offsets, None, target_vocab) is None:
-        hint = "if these are target ids, store d2t[i] - i instead (or add t2d, which would prove it)"
+        hint = """if these are target ids, say so with draft_config={"d2t": "ids"} (or add t2d, which would prove it)"""
     raise CheckpointError(f"d2t is not a map into the target's vocabulary: {fault}", where=f"{where}: d2t", fix=hint)
+
+
+def _told_ids(
+    ids: Int[np.ndarray, " w"],
+    member: Shaped[np.ndarray, " m"] | None,
+    target_vocab: int,
+    where: object,
+    report: LoadReport,
+) -> Int[np.ndarray, " w"]:
+    """d2t itself, where the config says that it holds target ids."""
+    if fault := _fault(ids, member, target_vocab):
+        raise CheckpointError(
+            f'd2t does not hold target ids, as "d2t": "ids" says: {fault}',
+            where=f"{where}: d2t",
+            fix="leave that setting out: offsets are what d2t holds in every released draft",
+        )
+    report.note("draft", f"vocabulary: {ids.size} of the target's {target_vocab} ids (d2t is read as ids, as told)")
+    return ids.astype(np.int32)
 
 
 def _fault(ids: Int[np.ndarray, " w"], member: Shaped[np.ndarray, " m"] | None, target_vocab: int) -> str | None:

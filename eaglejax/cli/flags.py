@@ -47,6 +47,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "what --speculation=auto decides by: auto (a stored tuning that fits, else costs measured at first use; default), "
             "measure, none, or a file",
         ),
+        Flag(
+            "check_wiring",
+            "look, when a pair is loaded, whether another wiring of the draft is better; default: on",
+            "switch",
+        ),
+    ),
+    "check": (
+        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512"),
+        Flag("wiring", "measure every plausible wiring of the draft; default: on", "switch"),
+        Flag("lossless", "compare speculative with plain decoding, and audit what differs; default: on", "switch"),
     ),
     "speculation": (
         Flag("speculation", "auto (default with a draft: chosen every cycle, docs/tune.md) or none (plain decoding)"),

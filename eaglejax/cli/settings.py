@@ -10,15 +10,12 @@ from absl.flags import FlagValues
 
 from eaglejax.cli.flags import GROUPS, UsageError, given
 from eaglejax.errors import ConfigError
-from eaglejax.run_config import RunConfig, Tables, read_tables
+from eaglejax.run_config import KEYS, RunConfig, Tables, read_tables
 
 # flag -> section and key of the TOML file; flags are called like the keys, but for one
 _KEYS: dict[str, tuple[str, str]] = {
     **{name: ("model", name) for name in ("model", "draft", "capture", "draft_config")},
-    **{
-        name: ("engine", name)
-        for name in ("dtype", "max_len", "slots", "mesh", "draft_placement", "expert_split", "tuning")
-    },
+    **{name: ("engine", name) for name in KEYS["engine"]},
     "speculation": ("speculation", "mode"),
     **{name: ("speculation", name) for name in ("num_steps", "topk", "num_draft_tokens")},
     **{flag.name: ("sampling", flag.name) for flag in GROUPS["sampling"]},

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from eaglejax.config import Sampling, Speculation
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.measure.timing import seconds
-from eaglejax.speculation.cache import commit
+from eaglejax.speculation.cache import commit, take_rows
 from eaglejax.speculation.draft import extend, grow
 from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.state import Models, State
@@ -100,7 +100,8 @@ def _verify_rounds(models: Models, state: State, spec: Speculation) -> State:
         cache, tokens = carry
         verdict = verify(models, cache, replace(tree, tokens=tokens), positions, state.request)
         accepted = accept(tree, verdict.draws, spec.num_steps)
-        cache = commit(cache, verdict.rows, positions, one, verdict.draws, accepted.path)
+        rows = jax.tree.map(lambda part: take_rows(part, accepted.path), verdict.rows)
+        cache = commit(cache, rows, positions, one, take_rows(verdict.draws, accepted.path))
         return cache, tokens + _nothing(verdict.draws + accepted.path[:, -1:])
 
     cache, tokens = lax.fori_loop(0, ROUNDS, body, (state.target_cache, tree.tokens))

@@ -170,7 +170,7 @@ class Draft(nnx.Module):
             feedback = self.norm(x) if self.norm is not None and self.config.norm_output else x
             return DraftOutput(x, feedback, rows)
 
-    def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t w"]:
+    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead w"]:
         """Scores over the draft vocabulary, accumulated in float32; entry i belongs to target id `target_ids[i]`.
 
         Where the vocabulary is split (`split.draft_vocab`) these are the scores of this device's part of it.

@@ -120,6 +120,16 @@ def flatten(config: Mapping[str, Any], tensors: Collection[str], where: object) 
     return FlatConfig(name, layer, flags, top, notes)
 
 
+def replace_keys(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft's config.json with keys replaced wherever they stand: at the top level, or in the nested configs that win over it."""
+    replaced = {**config, **overrides}
+    for place in ("transformer_layer_config", "eagle_config"):
+        inner = config.get(place)
+        if isinstance(inner, dict) and place not in overrides:
+            replaced[place] = {**inner, **{key: value for key, value in overrides.items() if key in inner}}
+    return replaced
+
+
 def _mapping(config: Mapping[str, Any], key: str, where: object) -> dict[str, Any]:
     value = config.get(key)
     if value is None:

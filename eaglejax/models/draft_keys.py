@@ -27,6 +27,8 @@ READ = {
     "quantization_config", "eagle_config", "transformer_layer_config", "speculators_model_type", "ptd_token_id",
     "pard_token", "mask_token_id", "parallel_drafting", "mtp_config", "efficient_lm_head_config", "dflash_config",
     "target_layer_ids",
+    # ours alone, for draft_config=: what a file holds where nothing in it says so
+    "d2t", "rope_pairing",
     IDS_KEY, MANIFEST_KEY, *FLAGS, *ALIASES,
 }  # fmt: skip
 

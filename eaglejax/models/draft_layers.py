@@ -13,6 +13,8 @@ from eaglejax.models.draft_formats import FlatConfig, Shapes
 from eaglejax.models.layers import ACTIVATIONS
 from eaglejax.models.rope import mla_scale, read_rope
 
+PAIRINGS = ("halves", "interleaved")
+
 
 def read_layers(
     flat: FlatConfig, tensors: Shapes, hidden: int, where: object, report: LoadReport
@@ -105,7 +107,7 @@ def _grouped(flat: FlatConfig, tensors: Shapes, index: int, hidden: int, where: 
         heads,
         kv_heads,
         head_dim,
-        read_rope(_text_rope(flat), head_dim, where=where),
+        read_rope(_text_rope(flat), head_dim, interleaved=_interleaved(flat, False, where), where=where),
         qkv_bias=_biases(flat, tensors, [f"{prefix}{n}_proj.bias" for n in "qkv"], where, "attention_bias"),
         output_bias=tensors.shape(f"{prefix}o_proj.bias") is not None,
         qk_norm=all(normed),
@@ -155,7 +157,10 @@ def _latent(flat: FlatConfig, tensors: Shapes, where: object) -> MLAConfig:
     )
     q_rank = _need(flat, "q_lora_rank", where) if flat.layer.get("q_lora_rank") is not None else None
     rope = read_rope(
-        _text_rope(flat), rope_dim, interleaved=flat.layer.get("rope_interleave") is not False, where=where
+        _text_rope(flat),
+        rope_dim,
+        interleaved=_interleaved(flat, flat.layer.get("rope_interleave") is not False, where),
+        where=where,
     )
     eps = flat.layer.get("rms_norm_eps")
     bias = tensors.shape("layers.0.self_attn.kv_a_proj_with_mqa.bias") is not None
@@ -196,6 +201,16 @@ def _text_rope(flat: FlatConfig) -> dict[str, Any]:
         if isinstance(value, dict) and "mrope" in (value.get("rope_type"), value.get("type")):
             layer[key] = {"rope_theta": value["rope_theta"]} if value.get("rope_theta") else None
     return layer
+
+
+def _interleaved(flat: FlatConfig, default: bool, where: object) -> bool:
+    """Whether rotary channels lie in interleaved pairs: as the kind of attention has it, unless our own key says otherwise."""
+    value = flat.layer.get("rope_pairing")
+    if value not in (None, *PAIRINGS):
+        raise ConfigError(
+            "unknown pairing", where=f"{where}: rope_pairing", found=repr(value), expected=" or ".join(PAIRINGS)
+        )
+    return default if value is None else value == "interleaved"
 
 
 def _report_rope(flat: FlatConfig, rope: RopeConfig, report: LoadReport) -> None:

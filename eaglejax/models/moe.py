@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -38,6 +42,7 @@ def route(
         choice = scores if correction is None else scores + correction
         if config.groups > 1:
             choice = _best_groups(choice, config)
+        _watch(choice, config.topk)
         _, ids = lax.top_k(choice, config.topk)
         ids = _ascending(ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
@@ -50,11 +55,34 @@ def route(
         return ids, weights * config.scaling
 
 
+_WATCHED: ContextVar[list[Float[Array, " n"]] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watching_routers() -> Iterator[list[Float[Array, " n"]]]:
+    """While a model is traced inside: a list that gets, from every choice of a router (groups, experts), how far each row's last chosen
+    score is above the first one left out."""
+    margins: list[Float[Array, " n"]] = []
+    token = _WATCHED.set(margins)
+    try:
+        yield margins
+    finally:
+        _WATCHED.reset(token)
+
+
+def _watch(scores: Float[Array, "n m"], kept: int) -> None:
+    if (watched := _WATCHED.get()) is not None and kept < scores.shape[-1]:
+        best, _ = lax.top_k(scores, kept + 1)
+        watched.append(best[:, -2] - best[:, -1])
+
+
 def _best_groups(choice: Float[Array, "n e"], config: MoEConfig) -> Float[Array, "n e"]:
     """Scores of experts outside the best groups become -inf (not 0: a corrected score may be negative)."""
     grouped = choice.reshape(choice.shape[0], config.groups, -1)
     best_two, _ = lax.top_k(grouped, 2)
-    _, kept = lax.top_k(best_two.sum(axis=-1), config.topk_groups)
+    totals = best_two.sum(axis=-1)
+    _watch(totals, config.topk_groups)
+    _, kept = lax.top_k(totals, config.topk_groups)
     keep = (kept[:, :, None] == jnp.arange(config.groups, dtype=kept.dtype)).any(axis=1)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 

@@ -30,12 +30,14 @@ def decode(
     max_cycles: Int[Array, ""],
     policy: Policy | None = None,
     simulated: SimulatedAcceptance | None = None,
+    plain_rows: int = 1,
 ) -> State:
     """Cycles until every slot is done, or `max_cycles` of them.
 
     Arguments:
         policy: what "auto" chooses by.
         simulated: for measurements of models with random weights, how much to accept in place of what the target drew.
+        plain_rows: of plain decoding, for a control of its rounding: all but the first are run for nothing.
     """
 
     def running(carry):
@@ -45,15 +47,21 @@ def decode(
     def body(carry):
         index, state = carry
         if isinstance(spec, Speculation):
-            return index + 1, cycle(models, state, spec, simulated)
+            return index + 1, cycle(models, state, spec, simulated, plain_rows)
         assert policy is not None
         return index + 1, adaptive_cycle(models, state, spec, policy, simulated)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedAcceptance | None = None) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`: see `decode`."""
+def cycle(
+    models: Models,
+    state: State,
+    spec: Speculation,
+    simulated: SimulatedAcceptance | None = None,
+    plain_rows: int = 1,
+) -> State:
+    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`, `plain_rows`: see `decode`."""
     # 1. draft extend: the tokens accepted last time enter the draft's cache with the target's own features
     tip = None
     if spec.num_steps:
@@ -65,7 +73,7 @@ def cycle(models: Models, state: State, spec: Speculation, simulated: SimulatedA
     # 2. grow: a tree of candidates below the last committed token
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
-    outcome = look(models, state, tip, spec, spec.num_steps + 1, simulated)
+    outcome = look(models, state, tip, spec, spec.num_steps + 1, simulated, plain_rows)
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
     return settle(state, outcome)
 
@@ -121,11 +129,12 @@ def look(
     spec: Speculation,
     most: int,
     simulated: SimulatedAcceptance | None = None,
+    plain_rows: int = 1,
 ) -> Outcome:
     """Grow, verify, accept. `most`: rows of the outcome, num_steps + 1 or more."""
     root_positions = state.length - 1
     root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
-    tree = root_only(root)
+    tree = root_only(root, plain_rows)
     if spec.num_steps:
         assert models.draft is not None and tip is not None
         tree = grow(models.draft, state.draft_cache, tip, root, root_positions, state.request, spec)

@@ -64,7 +64,9 @@ class Programs:
         dtype: DTypeLike,
         mesh: Mesh | None = None,
         simulated: SimulatedAcceptance | None = None,
+        plain_rows: int = 1,
     ):
+        """Arguments: plain_rows: rows that plain decoding runs a step, all but the first for nothing (`measure/lossless.py`)."""
         self.spec, self.max_len, self.dtype, self.mesh = spec, max_len, dtype, mesh
         self.boundaries = boundaries if spec.num_steps else ()
         target_graph, target_arrays = nnx.split(target)
@@ -91,7 +93,7 @@ class Programs:
 
         def decode(arrays, state, policy, max_cycles, ended):
             state = replace(state, done=state.done | ended)
-            return loop.decode(models(arrays), state, spec, max_cycles, policy, simulated)
+            return loop.decode(models(arrays), state, spec, max_cycles, policy, simulated, plain_rows)
 
         def fresh(arrays, request):
             return new_state(models(arrays), request, max_len, self._pending, dtype, self._choices)

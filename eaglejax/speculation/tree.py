@@ -38,10 +38,13 @@ class Pool:
         return jax.tree.map(join, self, other)
 
 
-def root_only(root: Int[Array, " b"]) -> Tree:
-    """The tree of plain decoding."""
-    one = jnp.zeros((root.shape[0], 1), jnp.int32)
-    return Tree(root[:, None], one - 1, one, one.astype(jnp.float32), jnp.ones((root.shape[0], 1, 1), bool))
+def root_only(root: Int[Array, " b"], rows: int = 1) -> Tree:
+    """The tree of plain decoding; with more rows than one, dummy children of the root follow it that nobody will accept."""
+    batch = root.shape[0]
+    level = jnp.broadcast_to(jnp.minimum(jnp.arange(rows, dtype=jnp.int32), 1), (batch, rows))
+    parents = jnp.where(level == 0, -1, 0)
+    tokens = jnp.broadcast_to(root[:, None], (batch, rows))
+    return Tree(tokens, parents, level, jnp.zeros((batch, rows), jnp.float32), ancestors(parents, 1))
 
 
 def rerank(root: Int[Array, " b"], pool: Pool, nodes: int, depth: int) -> Tree:

@@ -84,7 +84,7 @@ def test_absolute_map_is_converted_where_t2d_proves_it(tmp_path):
     assert "! d2t of the draft holds target ids, not offsets" in report
     refused(
         draft(tmp_path, {"d2t": np.asarray(CUT)}, ("t2d",), ids=CUT),
-        r"d2t: .*draft id 13 becomes target id 68.*store d2t\[i\] - i",
+        r"d2t: .*draft id 13 becomes target id 68.*draft_config=.*d2t.*ids",
     )
 
 
@@ -353,3 +353,16 @@ def test_head_of_a_cut_vocabulary_can_be_borrowed(tmp_path):
     tied = draft(tmp_path, {"embed_tokens.weight": TABLE}, ("lm_head.weight",), name="tied", tie_word_embeddings=True)
     module, _ = loaded(tied, embedding=None)
     assert module.head.weight[...] is module.embedding.weight[...]
+
+
+def test_what_d2t_holds_can_be_told(tmp_path):
+    """`d2t` in draft_config= reads the table as it says, where the table allows it."""
+    ids = draft(tmp_path, {"d2t": np.asarray(CUT)}, ("t2d",), ids=CUT, name="ids")
+    told = read_draft(ids, dtype="float32", target_embedding=TABLE, overrides={"d2t": "ids"}, report=LoadReport())
+    np.testing.assert_array_equal(told.draft.target_ids[...], CUT)
+    offsets = draft(tmp_path, {"d2t": OFFSETS}, ids=CUT, name="offsets")
+    for meaning, match in (("ids", "does not hold target ids"), ("map", "unknown meaning")):
+        with pytest.raises((CheckpointError, ConfigError), match=match):
+            read_draft(
+                offsets, dtype="float32", target_embedding=TABLE, overrides={"d2t": meaning}, report=LoadReport()
+            )

@@ -48,7 +48,7 @@ def plain(pair):
 
 @pytest.fixture
 def chain(pair, plain):
-    return [*plain, f"--draft={pair[1]}", CAPTURE, "--num_steps=3"]
+    return [*plain, f"--draft={pair[1]}", CAPTURE, "--num_steps=3", "--nocheck_wiring"]
 
 
 def answers(capsys) -> list[dict]:

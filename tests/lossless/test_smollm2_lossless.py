@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from lossless_tool import PATH
+
+PATH = Path(__file__).parents[2] / "tools" / "check_lossless.py"
 
 
 def run(tmp_path, smollm2_path, *arguments, timeout):

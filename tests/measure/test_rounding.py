@@ -1,19 +1,19 @@
-"""What tools/check_lossless.py calls rounding, on made-up logits, and that it finds a fault that is put in."""
+"""What the audit calls rounding, on made-up logits, and that it finds a fault that is put in."""
 
 import math
 
 import numpy as np
 import pytest
-from lossless_tool import tool
 
 from eaglejax import Sampling
+from eaglejax.measure import lossless, rounding
 
 LOGITS = np.array([4.0, 3.99995, 3.0, 2.0, -1.0], np.float32)
 QUIET = np.zeros(5, np.float32)
 
 
 def examine(sampling, pair, logits=LOGITS, noise=QUIET):
-    return tool.examine(logits, noise, sampling, pair)
+    return rounding.examine(logits, noise, sampling, pair)
 
 
 def test_greedy_near_tie_is_rounding_and_a_gap_is_not():
@@ -69,7 +69,7 @@ def test_min_p_edge():
 
 
 def test_sure_and_possible_candidates_frame_the_engines_filters():
-    """The tool's filters, written apart from the engine's, agree with them wherever no edge is near."""
+    """The audit's filters, written apart from the engine's, agree with them wherever no edge is near."""
     import jax.numpy as jnp
 
     from eaglejax.speculation.programs import empty_request
@@ -83,29 +83,29 @@ def test_sure_and_possible_candidates_frame_the_engines_filters():
         for name, value in (("top_k", k), ("top_p", p), ("min_p", m)):
             object.__setattr__(request, name, jnp.asarray([value], getattr(request, name).dtype))
         kept = np.isfinite(np.asarray(apply_filters(jnp.asarray(scaled[None, None]), request))[0, 0])
-        sure, may = tool.candidates(scaled, Sampling(temperature=1, top_k=k, top_p=p, min_p=m))
+        sure, may = rounding.candidates(scaled, Sampling(temperature=1, top_k=k, top_p=p, min_p=m))
         assert not (sure & ~kept).any() and not (kept & ~may).any()
         assert may.sum() - sure.sum() <= 1  # and they frame it closely
 
 
 def test_answers_of_different_length_diverge_at_the_end_of_the_shorter():
-    assert tool.first_difference([1, 2, 3], [1, 2]) == 2
-    assert tool.first_difference([1, 2], [1, 3]) == 1
-    assert tool.first_difference([1, 2], [1, 2]) is None
+    assert rounding.first_difference([1, 2, 3], [1, 2]) == 2
+    assert rounding.first_difference([1, 2], [1, 3]) == 1
+    assert rounding.first_difference([1, 2], [1, 2]) is None
 
 
 def row(divergences, tokens=9_000, accepted=50):
-    return tool.Row("chain", 1, "T=0", tokens, accepted, 100, divergences)
+    return lossless.Row("chain", 1, "T=0", tokens, accepted, 100, divergences)
 
 
-ROUNDED = tool.Divergence(0, 3, 5, 6, 1e-6, "score")
-WRONG = tool.Divergence(0, 3, 5, 6, 0.5, "")
+ROUNDED = rounding.Divergence(0, 3, 5, 6, 1e-6, "score")
+WRONG = rounding.Divergence(0, 3, 5, 6, 0.5, "")
 
 
 def test_verdict():
-    assert tool.failures([row([])], 1.05) == []
-    assert tool.failures([row([ROUNDED])], 1.05) == []
-    assert "not rounding" in tool.failures([row([WRONG])], 1.05)[0]
-    assert "at most 1" in tool.failures([row([ROUNDED] * 2)], 1.05)[0]
-    assert tool.failures([row([ROUNDED] * 2, tokens=10_001)], 1.05) == []
-    assert "tau 1.00" in tool.failures([row([], accepted=0)], 1.05)[0]
+    assert lossless.failures([row([])], "float32", 1.05) == []
+    assert lossless.failures([row([ROUNDED])], "float32", 1.05) == []
+    assert "not rounding" in lossless.failures([row([WRONG])], "float32", 1.05)[0]
+    assert "at most 1" in lossless.failures([row([ROUNDED] * 2)], "float32", 1.05)[0]
+    assert lossless.failures([row([ROUNDED] * 2, tokens=10_001)], "float32", 1.05) == []
+    assert "tau 1.00" in lossless.failures([row([], accepted=0)], "float32", 1.05)[0]
