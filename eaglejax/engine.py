@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from eaglejax.capture_probe import settle_capture
 from eaglejax.config import Sampling, Speculation, whole_number
@@ -26,6 +27,9 @@ from eaglejax.text.chat import parse_messages
 from eaglejax.text.prompts import parse_prompts
 from eaglejax.text.tokenizer import Tokenizer
 from eaglejax.wave import Job, Wave
+
+if TYPE_CHECKING:
+    from eaglejax.measure.profile_result import Profile
 
 PLAIN = Speculation(num_steps=0)
 # until a tree is chosen from measured costs, "auto" is this chain
@@ -304,6 +308,33 @@ class EagleJaxEngine:
             ids = self._ids(token_ids, 2)
         agree("propose", (ids, spec))
         return view(self._teacher.propose(boundaries, ids, spec))
+
+    # measuring
+
+    def profile(
+        self,
+        prompts: Any,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        speculation: Override = _ENGINE,
+        repeats: int = 3,
+        trace_dir: str | Path | None = None,
+        done: Callable[[], object] = lambda: None,
+    ) -> Profile:
+        """Where a cycle's time goes, phase by phase (`measure/profile.py`).
+
+        Arguments: prompts, sampling and speculation as for `generate`, at most as many prompts as slots and no stop strings (default: 64
+            new tokens each); the others as for `take_profile`.
+
+        Raises as `generate` does, and ConfigError for several processes and a folder that cannot be written.
+        """
+        from eaglejax.measure.profile import take_profile
+
+        jobs = self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling)
+        spec = self._setting(speculation)
+        return take_profile(
+            self._pair, _seeded(jobs), spec, self.max_len, self.slots, repeats=repeats, trace_dir=trace_dir, done=done
+        )
 
     # inner parts
 

@@ -24,6 +24,7 @@ from eaglejax.errors import EagleJaxError
 COMMANDS = {
     "generate": "answer prompts: text, token ids, chat messages or a JSONL file",
     "chat": "talk with the model in the terminal",
+    "profile": "where the time of a cycle goes, phase by phase, from a trace of the devices; beside the floor of each phase",
     "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
     "train": "train a draft on the target's own answers; the same command goes on with a run that was stopped",
     "export": "a draft, or a training run's best, in the layout that another engine reads",

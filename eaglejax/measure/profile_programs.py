@@ -1,0 +1,50 @@
+"""The programs of a profile: compiled ahead of their first run, so that their text is that of what runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool
+
+from eaglejax.measure.profile_hlo import Instructions
+from eaglejax.sharding.layout import place
+from eaglejax.sharding.mesh import DATA
+from eaglejax.speculation.programs import Programs
+from eaglejax.speculation.state import State
+
+
+def compiler_options(platform: str) -> dict[str, bool]:
+    """On a GPU command buffers stay on under a profiler, which XLA would otherwise switch off: without them the loop is another one."""
+    return {} if platform == "cpu" else {"xla_enable_command_buffers_during_profiling": True}
+
+
+class ProfiledPrograms(Programs):
+    """`Programs` that keep the instructions of what they ran, in the order of the runs (`ran`), and the seconds spent on compiling."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.ran: list[Instructions] = []
+        self.compile_seconds = 0.0
+        self._compiled: dict[tuple[Any, ...], tuple[jax.stages.Compiled, Instructions]] = {}
+
+    def prefill(self, state: State, offset: int, rows: int) -> State:
+        return self._run(("prefill", rows), self._prefill, (self.arrays, state, self._scalar(offset)), rows)
+
+    def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
+        put = place(ended, self.mesh, P(DATA))
+        return self._run(("decode",), self._decode, (self.arrays, state, self._scalar(max_cycles), put))
+
+    def _run(self, name: tuple[Any, ...], jitted: Any, arguments: tuple[Any, ...], *fixed: Any) -> State:
+        key = (*name, arguments[1].length.shape)
+        if key not in self._compiled:
+            begin = time.perf_counter()
+            compiled = jitted.lower(*arguments, *fixed).compile(compiler_options(jax.default_backend()) or None)
+            self._compiled[key] = compiled, Instructions(compiled.as_text())
+            self.compile_seconds += time.perf_counter() - begin
+        compiled, instructions = self._compiled[key]
+        self.ran.append(instructions)
+        return compiled(*arguments)
