@@ -319,6 +319,7 @@ class EagleJaxEngine:
         speculation: Override = _ENGINE,
         repeats: int = 3,
         trace_dir: str | Path | None = None,
+        twice: bool = False,
         done: Callable[[], object] = lambda: None,
     ) -> Profile:
         """Where a cycle's time goes, phase by phase (`measure/profile.py`).
@@ -330,11 +331,9 @@ class EagleJaxEngine:
         """
         from eaglejax.measure.profile import take_profile
 
-        jobs = self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling)
-        spec = self._setting(speculation)
-        return take_profile(
-            self._pair, _seeded(jobs), spec, self.max_len, self.slots, repeats=repeats, trace_dir=trace_dir, done=done
-        )
+        jobs = _seeded(self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling))
+        spec, how = self._setting(speculation), dict(repeats=repeats, trace_dir=trace_dir, twice=twice, done=done)
+        return take_profile(self._pair, jobs, spec, self.max_len, self.slots, **how)
 
     # inner parts
 

@@ -146,6 +146,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("repeats", "runs of each kind, untraced and traced in turns; default 3"),
         Flag("trace_dir", "folder to keep the raw trace in, for Perfetto and XProf; default: none is kept"),
+        Flag(
+            "twice",
+            "also time parts of the cycle without a trace, each done twice inside the loop; compiles more",
+            "switch",
+        ),
         Flag("picture", "file for bars of the phases, such as profile.png or .svg (needs matplotlib)"),
         Flag("json", "everything as one JSON object on standard output", "switch"),
     ),

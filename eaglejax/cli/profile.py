@@ -49,6 +49,7 @@ def main(flags: FlagValues) -> int:
     from eaglejax.cli.session import Session
     from eaglejax.measure.profile import usable_folder
     from eaglejax.measure.profile_picture import check_picture
+    from eaglejax.measure.profile_twice import run_count
 
     if folder is not None:
         usable_folder(folder)
@@ -56,8 +57,12 @@ def main(flags: FlagValues) -> int:
         check_picture(Path(picture))
     engine = Session(settings, report=bool(flags["report"].value)).engine
     chosen = prompts if prompts is not None else _from_set(flags, settings, engine)
-    with progress("runs", 2 * repeats + 1) as advance:
-        profile = engine.profile(chosen, settings.sampling, repeats=repeats, trace_dir=folder, done=lambda: advance(1))
+    twice = bool(flags["twice"].value)
+    total = 2 * repeats + 1 + (run_count(engine.speculation, repeats) if twice else 0)
+    with progress("runs", total) as advance:
+        profile = engine.profile(
+            chosen, settings.sampling, repeats=repeats, trace_dir=folder, twice=twice, done=lambda: advance(1)
+        )
     print(json.dumps(profile.to_json()) if flags["json"].value else profile.to_text(), flush=True)
     if picture is not None:
         profile.save_picture(picture)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -29,8 +29,9 @@ from eaglejax.measure.profile_events import Events, Op, Span, read_trace
 from eaglejax.measure.profile_floor import cycle_work, placed, prefill_work
 from eaglejax.measure.profile_hlo import Instructions
 from eaglejax.measure.profile_programs import ProfiledPrograms
-from eaglejax.measure.profile_result import Profile, Setting, phase_times
+from eaglejax.measure.profile_result import LEAST_NAMED, Profile, Setting, phase_times
 from eaglejax.measure.profile_sweep import Times, sweep
+from eaglejax.measure.profile_twice import time_twice
 from eaglejax.measure.timing import Spread, alternate
 from eaglejax.sharding.mesh import DATA, MODEL, axis_size
 from eaglejax.speculation.programs import prefill_plan
@@ -116,6 +117,7 @@ def take_profile(
     *,
     repeats: int = 3,
     trace_dir: str | Path | None = None,
+    twice: bool = False,
     done: Callable[[], object] = lambda: None,
 ) -> Profile:
     """Run the jobs as one wave, untraced and traced in turns, and read the traced run of median speed.
@@ -123,7 +125,9 @@ def take_profile(
     Arguments:
         repeats: runs of each kind, after a warm one that compiles.
         trace_dir: folder in which that run's trace is kept; None keeps none.
-        done: called after every run, 2 * repeats + 1 times.
+        twice: also time parts of the cycle without a trace, each done twice inside the loop (`profile_twice.py`); done anyway where the
+            trace names less than 95 % of the wall time.
+        done: called after every run: 2 * repeats + 1 times, and more with `twice`.
 
     Raises ConfigError: before any compile for what a profile does not measure and a folder that cannot be written; after the runs where
         no cycle ran, or the trace lost a part of the loop.
@@ -147,7 +151,10 @@ def take_profile(
         events = read_trace(traced.trace, traced.programs)
         if folder is not None:
             shutil.copytree(traced.trace, folder, dirs_exist_ok=True)
-    return _profile(traced, runs, events, _setting(pair, programs, first.answers, slots), folder)
+    profile = _profile(traced, runs, events, _setting(pair, programs, first.answers, slots), folder)
+    if not twice and profile.named >= LEAST_NAMED:
+        return profile
+    return replace(profile, twice=time_twice(pair, jobs, spec, max_len, slots, repeats=repeats, done=done))
 
 
 def _setting(pair: Pair, programs: ProfiledPrograms, answers: list[Generation], slots: int) -> Setting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from eaglejax.measure.profile_phases import FIRST_TOKEN, LOOP, phase_of
+from eaglejax.measure.profile_phases import LOOP, phase_of
 from eaglejax.sharding.collectives import KINDS
 from eaglejax.sharding.hlo_text import Line, parse_program
 
@@ -22,15 +22,15 @@ class Instructions:
     instructions fused into it, else of its operands, else of its users, else of the loop or branch it stands in.
     """
 
-    def __init__(self, hlo: str):
-        """`hlo`: `compiled.as_text()`. Raises ValueError for other text."""
+    def __init__(self, hlo: str, unscoped: str = LOOP):
+        """`hlo`: `compiled.as_text()`. `unscoped`: the phase of what the source gives no scope. Raises ValueError for other text."""
         entry, self._computations = parse_program(hlo)
         found = _MODULE.match(hlo)
         self.module = found[1] if found else ""
         self.phases: dict[str, str] = {}
         self.containers: set[str] = set()
         self.every_cycle: set[str] = set()
-        self._unscoped = FIRST_TOKEN if "prefill" in self.module else LOOP
+        self._unscoped = unscoped
         self._walk(entry, None, 0)
         self._by_kernel = {_KERNEL.sub("_", name): name for name in self.phases}
 

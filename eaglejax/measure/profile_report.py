@@ -45,6 +45,8 @@ def to_text(profile: Profile) -> str:
         "",
         _floors(profile),
     ]
+    if profile.twice is not None:
+        lines += ["", profile.twice.to_text(), ""]
     if profile.trace is not None:
         lines.append(f"trace: {profile.trace} (Perfetto opens the .json.gz, XProf the folder)")
     return "\n".join([*lines, *(f"doubt this: {warning}" for warning in profile.warnings)])
@@ -118,6 +120,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
             "sources": hardware.sources,
         },
         "trace": None if profile.trace is None else str(profile.trace),
+        "twice": None if profile.twice is None else profile.twice.to_json(),
         "warnings": profile.warnings,
     }
 

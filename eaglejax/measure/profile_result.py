@@ -10,6 +10,7 @@ from eaglejax.config import Speculation
 from eaglejax.measure.hardware import Hardware
 from eaglejax.measure.profile_phases import group_of, in_order
 from eaglejax.measure.profile_sweep import UNNAMED, Times
+from eaglejax.measure.profile_twice import Twice
 from eaglejax.measure.roofline import Floor, Phase, floor
 from eaglejax.measure.timing import Spread
 
@@ -75,6 +76,7 @@ class Profile:
     untraced, traced: tokens/s of all slots, of every run. untraced_cycle: seconds of a cycle, untraced. cycle_seconds: wall time of a
     cycle in the traced run that was read, to which `phases` add up; they are not scaled back to the untraced speed.
     named_by_kernel: share of operations that were told by their kernel's name. trace: folder of the raw trace, for Perfetto and XProf.
+    twice: parts of the cycle timed without a trace (`profile_twice.py`), where that was asked for or the trace could not be mapped.
     """
 
     setting: Setting
@@ -91,6 +93,7 @@ class Profile:
     prefill_seconds: float
     named_by_kernel: float
     trace: Path | None
+    twice: Twice | None = None
 
     @property
     def distortion(self) -> float:
@@ -133,7 +136,9 @@ class Profile:
                 "operations look larger than they are"
             )
         if self.named < LEAST_NAMED:
-            found.append(f"named phases add up to {100 * self.named:.1f} % of the wall time only")
+            found.append(
+                f"the trace could not be mapped: named phases add up to {100 * self.named:.1f} % of the wall time only"
+            )
         if not self.same_tokens:
             found.append("the runs did not all make the same tokens")
         return found
