@@ -22,7 +22,7 @@ from eaglejax.speculation.state import State
 
 def compiler_options(platform: str) -> dict[str, bool]:
     """On a GPU command buffers stay on under a profiler, which XLA would otherwise switch off: without them the loop is another one."""
-    return {} if platform == "cpu" else {"xla_enable_command_buffers_during_profiling": True}
+    return {"xla_enable_command_buffers_during_profiling": True} if platform == "gpu" else {}
 
 
 @contextmanager
