@@ -332,8 +332,17 @@ class EagleJaxEngine:
         from eaglejax.measure.profile import take_profile
 
         jobs = _seeded(self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling))
-        spec, how = self._setting(speculation), dict(repeats=repeats, trace_dir=trace_dir, twice=twice, done=done)
-        return take_profile(self._pair, jobs, spec, self.max_len, self.slots, **how)
+        return take_profile(
+            self._pair,
+            jobs,
+            self._setting(speculation),
+            self.max_len,
+            self.slots,
+            repeats=repeats,
+            trace_dir=trace_dir,
+            twice=twice,
+            done=done,
+        )
 
     # inner parts
 
