@@ -51,7 +51,7 @@ def save_picture(profile: Profile, file: Path) -> None:
     setting = profile.setting
     axes.set_title(f"{setting.model}, {setting.spec.describe()}\n{setting.device}, {setting.dtype}", fontsize=9)
     axes.set_xlabel(
-        f"ms of one traced cycle of {1e3 * profile.cycle_seconds:.2f} ms (tracing: {profile.distortion:.2f} times slower)"
+        f"ms of one traced cycle of {1e3 * profile.cycle_seconds:.2f} ms (distortion {profile.distortion:.2f})"
     )
     axes.margins(x=0.12)
     try:

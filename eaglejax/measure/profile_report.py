@@ -18,13 +18,13 @@ def to_text(profile: Profile) -> str:
     wall = profile.cycle_seconds
     lines = [
         f"{setting.model}: {setting.spec.describe()}",
-        f"{setting.device}, mesh {setting.mesh}, {setting.dtype}, {setting.slots} slots; {setting.versions}",
+        f"{setting.device}, mesh {setting.mesh}, {setting.dtype}, {setting.slots} slot{'s' * (setting.slots > 1)}; {setting.versions}",
         f"{setting.prompt_tokens} prompt tokens, {profile.new_tokens} new ones in {profile.cycles} cycles, tau {profile.tau:.2f}; "
         f"{setting.compile_seconds:.1f} s of compiling before the first run, in no figure",
         "",
         f"untraced {_rate(profile.untraced)}, {1e3 * profile.untraced_cycle.median:.2f} ms a cycle",
         f"traced   {_rate(profile.traced)}, {1e3 * wall:.2f} ms a cycle in the run shown here",
-        f"distortion {profile.distortion:.2f}; tokens {'the same in every run' if profile.same_tokens else 'NOT the same'}",
+        f"distortion {profile.distortion:.2f}{'' if profile.told_apart else ' (within the noise: the ranges overlap)'}; tokens {'the same in every run' if profile.same_tokens else 'NOT the same'}",
         "",
         "one traced cycle, device events by phase:",
         HEAD,
@@ -104,6 +104,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "traced_tokens_per_second": profile.traced.to_json(),
         "untraced_cycle_seconds": profile.untraced_cycle.to_json(),
         "distortion": profile.distortion,
+        "distortion_beyond_noise": profile.told_apart,
         "cycle_seconds": profile.cycle_seconds,
         "named_share": profile.named,
         "busy_share": profile.busy,

@@ -16,6 +16,7 @@ from eaglejax.measure.timing import Spread
 
 MOST_DISTORTION = 1.3
 LEAST_NAMED = 0.95
+LEAST_DISTORTION = 0.95  # tracing makes nothing faster
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Profile:
         """How much slower tracing made it, by the medians."""
         return self.untraced.median / self.traced.median
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether every untraced run was faster than every traced one; where not, the distortion is within the machine's noise."""
+        return self.untraced.low > self.traced.high
+
     def seconds(self, name: str) -> float:
         """Seconds per cycle of a phase, or of all of a group: "draft", "verify", "host"."""
         return sum(p.seconds for p in self.phases if name in (p.name, group_of(p.name)))
@@ -134,6 +140,10 @@ class Profile:
             found.append(
                 f"tracing slowed decoding {self.distortion:.2f} times, more than {MOST_DISTORTION}: phases of many small "
                 "operations look larger than they are"
+            )
+        if self.distortion < LEAST_DISTORTION:
+            found.append(
+                "traced runs were the faster ones: other work on this machine disturbed them more than tracing did"
             )
         if self.named < LEAST_NAMED:
             found.append(
