@@ -24,7 +24,7 @@ def to_text(profile: Profile) -> str:
         "",
         f"untraced {_rate(profile.untraced)}, {1e3 * profile.untraced_cycle.median:.2f} ms a cycle",
         f"traced   {_rate(profile.traced)}, {1e3 * wall:.2f} ms a cycle in the run shown here",
-        f"distortion {profile.distortion:.2f}{'' if profile.told_apart else ' (within the noise: the ranges overlap)'}; tokens {'the same in every run' if profile.same_tokens else 'NOT the same'}",
+        _distortion(profile),
         "",
         "one traced cycle, device events by phase:",
         HEAD,
@@ -54,6 +54,12 @@ def to_text(profile: Profile) -> str:
 
 def _rate(spread: Spread) -> str:
     return f"{spread.median:.1f} tokens/s (median of {len(spread.values)}, {spread.low:.1f} to {spread.high:.1f})"
+
+
+def _distortion(profile: Profile) -> str:
+    noise = "" if profile.told_apart else " (within the noise: the ranges overlap)"
+    tokens = "the same in every run" if profile.same_tokens else "NOT the same"
+    return f"distortion {profile.distortion:.2f}{noise}; tokens {tokens}"
 
 
 def _row(phase: PhaseTime, wall: float) -> str:
