@@ -7,6 +7,7 @@ with one event per kernel, `hlo_op` among its stats where it was not launched fr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,15 @@ def read_trace(folder: Path, programs: Sequence[Instructions]) -> Events:
         raise ConfigError("the profiler wrote no trace", where=str(folder))
     raw: list[_Raw] = []
     spans: list[Span] = []
-    for plane in ProfileData.from_file(str(files[-1])).planes:
-        if plane.name.startswith("/device:GPU:"):
-            raw += _kernels(plane, int(plane.name.rpartition(":")[2]))
-        elif plane.name.startswith("/host:CPU"):
-            _read_host(plane, raw, spans)
+    with warnings.catch_warnings():
+        # jax's reader makes its types as it goes, with a DeprecationWarning on Python 3.12; where warnings are errors that one ends the
+        # process, since it is raised below Python
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in ProfileData.from_file(str(files[-1])).planes:
+            if plane.name.startswith("/device:GPU:"):
+                raw += _kernels(plane, int(plane.name.rpartition(":")[2]))
+            elif plane.name.startswith("/host:CPU"):
+                _read_host(plane, raw, spans)
     ops, by_kernel = _named(raw, programs)
     return Events(ops, sorted(spans, key=lambda span: span.begin), by_kernel)
 
