@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eaglejax.adaptive import UNTUNED, Adaptive
@@ -31,6 +32,7 @@ from eaglejax.wave import Job, Wave
 
 if TYPE_CHECKING:
     from eaglejax.measure.check import CheckReport
+    from eaglejax.measure.profile_result import Profile
 
 Setting = Speculation | Auto | Literal["auto"] | None
 
@@ -355,6 +357,40 @@ class EagleJaxEngine:
         if self.speculation == was:
             self.speculation = tuning.auto
         return tuning
+
+    def profile(
+        self,
+        prompts: Any,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        speculation: Override = _ENGINE,
+        repeats: int = 3,
+        trace_dir: str | Path | None = None,
+        twice: bool = False,
+        done: Callable[[], object] = lambda: None,
+    ) -> Profile:
+        """Where a cycle's time goes, phase by phase (`measure/profile.py`).
+
+        Arguments: prompts, sampling and speculation as for `generate`, at most as many prompts as slots and no stop strings (default: 64
+            new tokens each); the others as for `take_profile`. Of "auto", which changes its tree as it goes, the first tree is profiled.
+
+        Raises as `generate` does, and ConfigError for several processes and a folder that cannot be written.
+        """
+        from eaglejax.measure.profile import take_profile
+
+        jobs = _seeded(self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling))
+        spec = self._setting(speculation)
+        return take_profile(
+            self._pair,
+            jobs,
+            spec.trees[0] if isinstance(spec, Auto) else spec,
+            self.max_len,
+            self.slots,
+            repeats=repeats,
+            trace_dir=trace_dir,
+            twice=twice,
+            done=done,
+        )
 
     def check(self, *, tokens: int = 512, wiring: bool = True, lossless: bool = True) -> CheckReport:
         """A doctor for the pair: which wiring was the draft trained for, is decoding lossless, do tables and sizes fit? (docs/check.md)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 from jaxtyping import Bool, Int
 
 from eaglejax.config import Sampling, Speculation
@@ -22,6 +23,8 @@ from eaglejax.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eaglejax")
 
+# what the host is doing, in a profiler's trace
+PREFILL, DECODE, COLLECT = "eaglejax.prefill", "eaglejax.decode", "eaglejax.collect"
 CYCLES_BETWEEN_STOP_CHECKS = 8
 CYCLES_WITHOUT_ACCEPTANCE, AUTO_CYCLES_WITHOUT_ACCEPTANCE = 64, 8
 
@@ -67,19 +70,23 @@ class Wave:
         if all(self.answers):
             return
         begin = time.perf_counter()
-        state = self.prefilled()
-        jax.block_until_ready(state.length)
+        with TraceAnnotation(PREFILL):
+            state = self.prefilled()
+            jax.block_until_ready(state.length)
         self._prefill_seconds = time.perf_counter() - begin
         ended = np.array([index >= len(self.jobs) or self.answers[index] is not None for index in range(self.slots)])
         whole = True  # an interrupted decode leaves buffers that are gone: such a state is dropped
         try:
             while True:
-                yield from self._collect(state, ended)
+                with TraceAnnotation(COLLECT):
+                    pieces = list(self._collect(state, ended))
+                yield from pieces
                 if all(self.answers):
                     return
                 begin, whole = time.perf_counter(), False
-                state = self.programs.decode(state, cycles, ended, self.policy)
-                jax.block_until_ready(state.length)
+                with TraceAnnotation(DECODE):
+                    state = self.programs.decode(state, cycles, ended, self.policy)
+                    jax.block_until_ready(state.length)
                 whole = True
                 self._decode_seconds += time.perf_counter() - begin
         finally:

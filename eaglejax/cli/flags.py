@@ -154,6 +154,21 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("whole", "write a borrowed embedding and head too", "switch"),
         Flag("capture", "how the source numbers layers, where it does not say: input, output or boundaries"),
     ),
+    "profile": (
+        Flag(
+            "prompts",
+            "where no prompt is given: a built-in set or JSONL file to take them from; default mt_bench, one prompt, or --slots of them",
+        ),
+        Flag("repeats", "runs of each kind, untraced and traced in turns; default 3"),
+        Flag("trace_dir", "folder to keep the raw trace in, for Perfetto and XProf; default: none is kept"),
+        Flag(
+            "twice",
+            "also time parts of the cycle without a trace, each done twice inside the loop; compiles more",
+            "switch",
+        ),
+        Flag("picture", "file for bars of the phases, such as profile.png or .svg (needs matplotlib)"),
+        Flag("json", "everything as one JSON object on standard output", "switch"),
+    ),
     "result": (Flag("json", "what was done, as one JSON object on standard output", "switch"),),
     "refusal": (Flag("traceback", "show where in the code an input was refused", "switch"),),
     "plan": (

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk with the model in the terminal",
     "bench": "plain and speculative decoding side by side, over trees, batches and temperatures, on named prompts",
     "check": "a doctor for a target and its draft: wiring, losslessness, vocabularies, context; exit code 1 where something is wrong",
+    "profile": "where the time of a cycle goes, phase by phase, from a trace of the devices; beside the floor of each phase",
     "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
     "tune": "measure this machine and pair, and store the trees that --speculation=auto then chooses among",
     "train": "train a draft on the target's own answers; the same command goes on with a run that was stopped",

@@ -46,21 +46,21 @@ def layers_phase(name: str, placed: Placed, rows: int, slots: int, context: int,
             continue
         read += weight.bytes
         flops += 2 * weight.values * (fused if weight.component == "fc" else rows)
-    expert_bytes, expert_flops = _experts(placed, rows)
+    expert_bytes, expert_flops = experts_work(placed, rows)
     whole_layers, own_layers = placed.whole.layers, placed.local.config.layers
     cache = slots * context * placed.itemsize * sum(row_values(layer.attention) for layer in own_layers)
-    attention = sum(_attention_flops(layer, rows, context) for layer in own_layers)
+    attention = sum(attention_flops(layer, rows, context) for layer in own_layers)
     looked_up = rows * placed.whole.hidden_size * placed.itemsize
     assert len(whole_layers) == len(own_layers)
     return Phase(
         name,
         read + expert_bytes + cache + looked_up,
         flops + expert_flops + attention,
-        _sums(placed, rows, fused),
+        layer_sums(placed, rows, fused),
     )
 
 
-def _experts(placed: Placed, rows: int) -> tuple[int, int]:
+def experts_work(placed: Placed, rows: int) -> tuple[int, int]:
     """(bytes, FLOPs) of the experts of all layers on the busiest device."""
     read, flops = 0.0, 0.0
     for weight in placed.weights:
@@ -75,7 +75,7 @@ def _experts(placed: Placed, rows: int) -> tuple[int, int]:
     return round(read), round(flops)
 
 
-def _attention_flops(layer: LayerConfig, rows: int, context: int) -> int:
+def attention_flops(layer: LayerConfig, rows: int, context: int) -> int:
     attention = layer.attention
     if isinstance(attention, MLAConfig):
         width = 2 * attention.kv_lora_rank + attention.rope_dim
@@ -84,7 +84,7 @@ def _attention_flops(layer: LayerConfig, rows: int, context: int) -> int:
     return 2 * rows * attention.heads * context * width
 
 
-def _sums(placed: Placed, rows: int, fused: int) -> tuple[Collective, ...]:
+def layer_sums(placed: Placed, rows: int, fused: int) -> tuple[Collective, ...]:
     """At most two all-reduces a layer, one of the embedding where the vocabulary is split, one of fc."""
     size = rows * placed.whole.hidden_size * placed.itemsize
     parts = [Collective("all-reduce", "layers", sum(placed.local.summed), size)]

@@ -14,22 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from eaglejax.sharding.hlo_text import Line, parse_program
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
 ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-# a tuple's shape holds comments such as /*index=5*/
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_CALLS = re.compile(
-    r"\b(body|condition|to_apply|calls|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# what jax and XLA add to the path of scopes
-_PLUMBING = re.compile(
-    r"^(jit\(.*\)|pjit|shard_map|while|body|cond|closed_call|checkpoint|branch_\d+_fun|body_jaxpr|cond_jaxpr|main)$"
-)
 
 
 @dataclass(frozen=True)
@@ -59,14 +50,6 @@ class Collective:
         return self.scopes[0] if self.scopes else ""
 
 
-@dataclass(frozen=True)
-class _Line:
-    name: str
-    shape: str
-    opcode: str
-    text: str
-
-
 def read_collectives(hlo: str) -> list[Collective]:
     """All collectives that the program can reach from its entry, in the order of the text of each computation.
 
@@ -75,7 +58,7 @@ def read_collectives(hlo: str) -> list[Collective]:
 
     Raises ValueError for text that is not understood, rather than count too few.
     """
-    entry, computations = _parse(hlo)
+    entry, computations = parse_program(hlo)
     found: list[Collective] = []
     _walk(entry, computations, (), 1, False, found)
     reached = {(one.computation, one.name) for one in found}
@@ -96,25 +79,9 @@ def by_phase(collectives: Iterable[Collective]) -> dict[str, dict[str, tuple[int
     return sums
 
 
-def _parse(hlo: str) -> tuple[str, dict[str, list[_Line]]]:
-    """(name of the entry, computation -> its instructions)."""
-    entry, here = "", None
-    computations: dict[str, list[_Line]] = {}
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            here = match[2]
-            computations[here] = []
-            entry = here if match[1] else entry
-        elif here is not None and (match := _INSTRUCTION.match(line)):
-            computations[here].append(_Line(match[1], match[2], match[3], line))
-    if not entry:
-        raise ValueError("no ENTRY computation: not the text of a compiled program")
-    return entry, computations
-
-
 def _walk(
     name: str,
-    computations: dict[str, list[_Line]],
+    computations: dict[str, list[Line]],
     loops: tuple[str, ...],
     trips: int,
     conditional: bool,
@@ -124,7 +91,7 @@ def _walk(
         if kind := _kind(line):
             found.append(_collective(line, kind, name, loops, trips, conditional))
             continue
-        called = {key: re.findall(r"[\w.\-]+", value) for key, value in _CALLS.findall(line.text)}
+        called = line.calls
         if line.opcode == "while":
             known = _TRIPS.search(line.text)
             inner = trips * (int(known[1]) if known and loops else 1)
@@ -139,13 +106,13 @@ def _walk(
                 _walk(callee, computations, loops, trips, conditional or branch, found)
 
 
-def _kind(line: _Line) -> str | None:
+def _kind(line: Line) -> str | None:
     kind = line.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def _collective(
-    line: _Line, kind: str, computation: str, loops: tuple[str, ...], trips: int, conditional: bool
+    line: Line, kind: str, computation: str, loops: tuple[str, ...], trips: int, conditional: bool
 ) -> Collective:
     shapes = tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _SHAPE.findall(line.shape))
     if line.opcode.endswith("-start") and kind != "all-reduce" and len(shapes) > 1:
@@ -156,11 +123,17 @@ def _collective(
         kind in ("all-reduce", "reduce-scatter") and "promoted" in line.text.partition("to_apply=")[2].split(",")[0]
     )
     size = sum(prod(dims) * _bits(dtype) // 8 for dtype, dims in shapes)
-    name = _OP_NAME.search(line.text)
-    parts = name[1].split("/") if name else []
-    scopes = tuple(part for part in parts[:-1] if not _PLUMBING.match(part))
     return Collective(
-        line.name, kind, shapes, size // 2 if widened else size, widened, computation, scopes, loops, trips, conditional
+        line.name,
+        kind,
+        shapes,
+        size // 2 if widened else size,
+        widened,
+        computation,
+        line.scopes,
+        loops,
+        trips,
+        conditional,
     )
 
 

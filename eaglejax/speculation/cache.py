@@ -46,11 +46,11 @@ def commit(
         return put_rows(cache, new, start, waiting)
 
     with jax.named_scope("commit"):
-        waiting = jnp.where(_true_after(read), count, 0)
+        waiting = jnp.where(true_after(read), count, 0)
         return jax.tree.map(one, caches, rows)
 
 
-def _true_after(read: Shaped[Array, "b t *d"]) -> Bool[Array, " b"]:
+def true_after(read: Shaped[Array, "b t *d"]) -> Bool[Array, " b"]:
     """True, but not before `read` is there, and not so plainly that XLA would see it.
 
     Where nothing orders a write after the reads, XLA copies the whole cache first, twice per layer and cycle.

@@ -174,6 +174,7 @@ def settle(state: State, outcome: Outcome) -> State:
     return append(state, outcome.tokens, kept)
 
 
+@jax.named_scope("commit")
 def append(state: State, emitted: Int[Array, "b p"], count: Int[Array, " b"]) -> State:
     """Commit the first `count` emitted tokens of each slot, cut at the first EOS or stop id and at the budget."""
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
@@ -216,6 +217,7 @@ def prefill(models: Models, state: State, offset: Int[Array, ""], rows: int) -> 
     ends = (count > 0) & (request.prompt_length <= offset + rows)
     last = jnp.maximum(count - 1, 0)[:, None]
 
+    @jax.named_scope("first_token")
     def first_token(hidden):
         logits = models.target.logits(take_rows(hidden, last))
         return draw(logits, request.prompt_length[:, None], request, models.target.split.vocab)
@@ -229,6 +231,7 @@ def _padded(tokens: Int[Array, "b n"], extra: int) -> Int[Array, "b m"]:
     return jnp.pad(tokens, ((0, 0), (0, extra)))
 
 
+@jax.named_scope("first_token")
 def _start(state: State, drawn: Int[Array, "b 1"], features, ends: Bool[Array, " b"]) -> State:
     """The first token of the slots whose prompt ended, and their first pending draft row."""
     if state.pending_tokens.shape[1]:

@@ -8,7 +8,6 @@ enough that accepted paths of every length, and of every rank among siblings, oc
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import kit_m
 import numpy as np
 from flax import nnx
+from type_checks import jaxtyping_off  # noqa: F401  trials take it from here
 
 from eaglejax import EagleJaxEngine, Generation, Sampling, Speculation
 from eaglejax.speculation.programs import Programs, prefill_plan
@@ -221,16 +220,6 @@ def write_random(folder: Path, family: str) -> tuple[str, str]:
 
 
 # driving the compiled programs by hand
-
-
-@contextlib.contextmanager
-def jaxtyping_off() -> Iterator[None]:
-    """A state of shapes holds no arrays, which the type checks of the tests would refuse."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
