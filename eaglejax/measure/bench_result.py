@@ -98,8 +98,8 @@ class CellResult:
     @cached_property
     def predicted_tokens_per_second(self) -> float:
         """See DEFINITIONS, "tau/cycle"."""
-        live = Spread.of([run.live_slots for run in self.runs]).median
-        return share(self.acceptance.tau * live, self.cycle_ms.median / 1e3)
+        tau = self.acceptance.tau
+        return Spread.of([share(tau * run.live_slots, run.cycle_seconds) for run in self.runs]).median
 
     @cached_property
     def difference(self) -> Difference | None:

@@ -39,7 +39,7 @@ def test_trial_37_tau_over_the_round_predicts_the_speed():
     plain, chain, _ = result().cells
     assert plain.predicted_tokens_per_second == pytest.approx(12)
     # one slot: tau / round; the 55 tokens of its cycles are 48 after the cut by the budget
-    assert chain.predicted_tokens_per_second == pytest.approx(2.75 / ((0.1 + 0.4 / 3) / 2))
+    assert chain.predicted_tokens_per_second == pytest.approx((2.75 / 0.1 + 2.75 / (0.4 / 3)) / 2)
 
 
 def test_trial_37_the_best_row_is_named_and_none_where_none_is():
