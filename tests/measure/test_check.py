@@ -97,5 +97,3 @@ def test_the_quick_look_is_left_out_in_words(tmp_path, target, draft):
     mute = kit_m.write_target(tmp_path / "mute", wired_pairs.P, layers=8, tokenizer=False)
     silent = pairs.load(str(mute), draft, check_wiring=True)
     assert "no tokenizer" in silent.load_report.notes[SECTION][0]
-    with pytest.raises(ConfigError, match="check_wiring: not true or false"):
-        pairs.load(target, draft, check_wiring="yes")
