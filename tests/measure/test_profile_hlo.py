@@ -1,11 +1,13 @@
 """From instructions to phases: scopes, what lost them, loops and branches, kernels of a command buffer, programs of one name."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from eaglejax.measure.profile_events import _named, _Raw
+from eaglejax.measure.profile_events import _kernels, _named, _Raw
 from eaglejax.measure.profile_hlo import Instructions
 from eaglejax.measure.profile_phases import group_of, in_order, phase_of
 
@@ -78,6 +80,24 @@ def test_an_event_names_its_instruction_or_its_kernel_does():
         ("command_buffer_2", None),  # told as unnamed, not dropped
     ]
     assert by_kernel == 2
+
+
+def test_kernels_are_read_from_the_streams_of_a_gpu():
+    kernel = lambda name, begin, **stats: SimpleNamespace(
+        name=name, start_ns=float(begin), end_ns=begin + 2.0, stats=list(stats.items())
+    )
+    streams = [
+        SimpleNamespace(
+            name="Stream #13(Compute)", events=[kernel("fusion_1", 0, hlo_module="jit_decode", hlo_op="fusion.1")]
+        ),
+        SimpleNamespace(name="Stream #14(Compute,MemcpyD2H)", events=[kernel("copy_3", 1, correlation_id=5)]),
+        SimpleNamespace(name="XLA Modules", events=[kernel("jit_decode", 0)]),
+    ]
+    raw = _kernels(SimpleNamespace(lines=streams), 3)
+    assert [(r.device, r.module, r.op, r.kernel, r.begin, r.end) for r in raw] == [
+        (3, "jit_decode", "fusion.1", "fusion_1", 0, 2),
+        (3, "", "", "copy_3", 1, 3),
+    ]
 
 
 def test_runs_of_programs_of_one_name_are_told_apart_by_their_order():

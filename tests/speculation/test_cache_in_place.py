@@ -188,9 +188,9 @@ def test_cache_bytes_are_the_formula(dtype):
 
 
 def test_without_the_order_caches_are_copied(monkeypatch):
-    """The write waits for the reads (`cache._true_after`). Without that there are copies, and these tests see them."""
-    monkeypatch.setattr(caches, "_true_after", lambda read: jnp.ones((read.shape[0],), bool))
+    """The write waits for the reads (`cache.true_after`). Without that there are copies, and these tests see them."""
+    monkeypatch.setattr(caches, "true_after", lambda read: jnp.ones((read.shape[0],), bool))
     name = "llama, plain"
     program = lower(programs(name, MAX_LEN), "decode").compile()
     found = whole_cache_copies(hlo(program), cache_leaves(name, MAX_LEN))
-    assert len(found) >= 4, "XLA no longer copies caches whose write is not ordered: `_true_after` may go"
+    assert len(found) >= 4, "XLA no longer copies caches whose write is not ordered: `true_after` may go"
