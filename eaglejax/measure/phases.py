@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int

@@ -151,13 +151,15 @@ def take_profile(
         events = read_trace(traced.trace, traced.programs)
         if folder is not None:
             shutil.copytree(traced.trace, folder, dirs_exist_ok=True)
-    profile = _profile(traced, runs, events, _setting(pair, programs, first.answers, slots), folder)
+    profile = _profile(traced, runs, events, _setting(pair, programs, spec, first.answers, slots), folder)
     if not twice and profile.named >= LEAST_NAMED:
         return profile
     return replace(profile, twice=time_twice(pair, jobs, spec, max_len, slots, repeats=repeats, done=done))
 
 
-def _setting(pair: Pair, programs: ProfiledPrograms, answers: list[Generation], slots: int) -> Setting:
+def _setting(
+    pair: Pair, programs: ProfiledPrograms, spec: Speculation, answers: list[Generation], slots: int
+) -> Setting:
     """What was profiled, with the work of each phase in it; the device's speed is measured here."""
     device = jax.devices()[0] if pair.mesh is None else pair.mesh.devices.flat[0]
     cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
@@ -166,10 +168,10 @@ def _setting(pair: Pair, programs: ProfiledPrograms, answers: list[Generation], 
     target, draft = placed(pair)
     width = programs.slots_for(len(answers), slots)
     local, context = width // axis_size(pair.mesh, DATA), round(held)
-    drafted = draft if programs.spec.num_steps else None
+    drafted = draft if spec.num_steps else None
     return Setting(
         model=pair.name,
-        spec=programs.spec,
+        spec=spec,
         slots=width,
         prompt_tokens=longest,
         context=context,
@@ -178,7 +180,7 @@ def _setting(pair: Pair, programs: ProfiledPrograms, answers: list[Generation], 
         device=device.device_kind + cores,
         versions=f"jax {jax.__version__}",
         hardware=measure_speed(pair.mesh, pair.dtype),
-        work=cycle_work(target, drafted, programs.spec, local, context)
+        work=cycle_work(target, drafted, spec, local, context)
         | prefill_work(target, drafted, prefill_plan(longest), local),
         model_devices=axis_size(pair.mesh, MODEL),
         compile_seconds=programs.compile_seconds,

@@ -16,6 +16,7 @@ from eaglejax.measure.profile_hlo import Instructions
 from eaglejax.measure.profile_phases import FIRST_TOKEN, LOOP
 from eaglejax.sharding.layout import place
 from eaglejax.sharding.mesh import DATA
+from eaglejax.speculation.adapt import Policy
 from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.state import State
 
@@ -49,9 +50,11 @@ class ProfiledPrograms(Programs):
     def prefill(self, state: State, offset: int, rows: int) -> State:
         return self._run(("prefill", rows), self._prefill, (self.arrays, state, self._scalar(offset)), rows)
 
-    def decode(self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"]) -> State:
+    def decode(
+        self, state: State, max_cycles: int, ended: Bool[np.ndarray, " b"], policy: Policy | None = None
+    ) -> State:
         put = place(ended, self.mesh, P(DATA))
-        return self._run(("decode",), self._decode, (self.arrays, state, self._scalar(max_cycles), put))
+        return self._run(("decode",), self._decode, (self.arrays, state, policy, self._scalar(max_cycles), put))
 
     def _run(self, name: tuple[Any, ...], jitted: Any, arguments: tuple[Any, ...], *fixed: Any) -> State:
         key = (*name, arguments[1].length.shape)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from eaglejax.config import Speculation
+from eaglejax.config import Auto, Speculation
 from eaglejax.loading import Pair
 from eaglejax.measure.timing import Spread, alternate
 from eaglejax.models.draft import Draft, DraftOutput
@@ -122,7 +122,7 @@ class Twice:
         return {"cycle_seconds": self.cycle.to_json(), "parts_seconds": self.parts}
 
 
-def run_count(spec: Speculation, repeats: int) -> int:
+def run_count(spec: Speculation | Auto, repeats: int) -> int:
     """Runs that `time_twice` makes: the cycle as it is and with each part doubled, warm runs counted."""
     return (1 + (len(NAMES) if spec.num_steps else 2)) * (1 + repeats)
 
