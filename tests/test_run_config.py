@@ -58,6 +58,7 @@ def test_every_key_reaches_its_place(tmp_path):
             mesh = "data=2,model=4"
             draft_placement = "sharded"
             expert_split = "width"
+            tuning = "measure"
             """,
         )
     )
@@ -74,6 +75,7 @@ def test_every_key_reaches_its_place(tmp_path):
         "mesh": "data=2,model=4",
         "draft_placement": "sharded",
         "expert_split": "width",
+        "tuning": "measure",
     }
     assert config.sampling == Sampling(7, 0.5, 20, 0.9, 0.05, 11, ["\n"], [2], True)
 
