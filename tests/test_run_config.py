@@ -59,6 +59,7 @@ def test_every_key_reaches_its_place(tmp_path):
             draft_placement = "sharded"
             expert_split = "width"
             check_wiring = false
+            tuning = "measure"
             """,
         )
     )
@@ -76,6 +77,7 @@ def test_every_key_reaches_its_place(tmp_path):
         "draft_placement": "sharded",
         "expert_split": "width",
         "check_wiring": False,
+        "tuning": "measure",
     }
     assert config.sampling == Sampling(7, 0.5, 20, 0.9, 0.05, 11, ["\n"], [2], True)
 

@@ -101,10 +101,10 @@ def adaptive_cycle(
     ran = lax.switch(run.astype(jnp.int32) + whole.astype(jnp.int32), passes)
     draft_cache = commit(state.draft_cache, ran.rows, start, jnp.where(run, count, 0), ran.tip.hidden)
     state = replace(state, draft_cache=draft_cache, pending_count=jnp.where(run, 0, count))
-    # 2. to 4.
+    # 2. to 4. in the branch that was chosen
     looks = [partial(look, models, state, ran.tip, spec, most, simulated) for spec in auto.choices]
     outcome = lax.switch(choice, looks)
-    # 5.
+    # 5. what it says about the text, what it cost; then the commit, outside of any branch
     belief = learn_guesses(policy, belief, ran.right, ran.guesses)
     belief = learn_accepted(policy, belief, choice, outcome.accepted, live)
     state = replace(state, belief=account(policy, belief, choice, whole, live))

@@ -140,6 +140,7 @@ def test_the_trees_of_auto_are_the_best_for_several_texts():
     assert set(chosen) == {short, long}
 
 
+@pytest.mark.slow
 def test_tune_from_end_to_end(folders):
     engine = pairs.load(*folders, slots=1, speculation="auto", tuning="measure")
     asked = pairs.prompts([6])
