@@ -9,6 +9,7 @@ from dataclasses import replace
 from eaglejax.generation import Generation
 from eaglejax.loading import Pair
 from eaglejax.measure.check_texts import passage, sampled
+from eaglejax.measure.seen_wirings import remember, seen_path, was_right
 from eaglejax.measure.teacher_forced import Text
 from eaglejax.measure.wiring_check import Figure, Measured, WiringCheck
 from eaglejax.measure.wirings import Change, Wiring, Wirings
@@ -37,6 +38,10 @@ def check_at_load(pair: Pair, generate: Generate, max_len: int, *, asked: bool) 
     if texts is None and not ambiguous:
         pair.report.note(SECTION, "not measured at load: no tokenizer to read a text with; `eaglejax check` makes one")
         return
+    mark = seen_path(pair)
+    if not ambiguous and was_right(mark):
+        pair.report.note(SECTION, "right, as measured when this pair was first loaded here; `eaglejax check` measures again")
+        return
     begin = time.perf_counter()
     texts, source = texts if texts is not None else sampled(pair, generate, max_len)
     wirings = Wirings(pair)
@@ -46,7 +51,10 @@ def check_at_load(pair: Pair, generate: Generate, max_len: int, *, asked: bool) 
         _settle(pair, run.judged([run.figure(reading) for reading in readings]))
         wirings = Wirings(pair)
     if asked:
-        _tell(pair, _look(pair, texts, source, wirings), time.perf_counter() - begin)
+        check = _look(pair, texts, source, wirings)
+        _tell(pair, check, time.perf_counter() - begin)
+        if check.places and not check.wrong and not check.blind and not ambiguous:
+            remember(mark)
 
 
 def _look(pair: Pair, texts: list[Text], source: str, wirings: Wirings) -> WiringCheck:

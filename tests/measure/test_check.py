@@ -10,6 +10,7 @@ import wired_pairs
 from eaglejax.errors import ConfigError
 from eaglejax.measure.check_items import look_at_pair
 from eaglejax.measure.load_check import SECTION
+from eaglejax.measure.seen_wirings import seen_path
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +80,19 @@ def test_a_tokenizer_of_another_model(tmp_path, draft):
     assert found["tokenizer"].status == "wrong" and "ids up to 63" in found["tokenizer"].line
 
 
-def test_the_quick_look_at_load(target, draft, caplog):
-    """On by default: it warns of a fault with the override that mends it, and says what it cost where all is well."""
+def test_the_quick_look_at_load(target, draft, caplog, monkeypatch, tmp_path):
+    """On by default: it warns of a fault with the override that mends it, says what it cost where all is well, and remembers that."""
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
     wrong = pairs.load(target, draft, capture=(1, 3, 4), check_wiring=True)
     (line,) = [line for line in wrong.load_report.warnings if line.startswith("WIRING")]
     assert "capture=(2, 4, 5)" in line and any("WIRING" in record.message for record in caplog.records)
     fine = pairs.load(target, draft, check_wiring=True)
     (said,) = fine.load_report.notes[SECTION]
     assert "as the draft was trained" in said and "s at load" in said and not fine.load_report.warnings
+    again = pairs.load(target, draft, check_wiring=True)
+    assert again.load_report.notes[SECTION][0].startswith("right, as measured when this pair was first loaded")
+    for engine in (wrong, fine):  # what is wrong is measured every time
+        assert (len(list((tmp_path / "wirings").iterdir())) == 1) and seen_path(engine._pair).exists() == (engine is fine)
     norms = pairs.load(target, draft, draft_config={"norm_output": True}, check_wiring=True)
     assert any("draft_config={'norm_output': False}" in line for line in norms.load_report.warnings)
 
