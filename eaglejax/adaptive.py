@@ -74,7 +74,7 @@ class Adaptive:
         assert isinstance(auto, Auto)
         acceptance = None
         if tuning is not None and tuning.auto == auto:
-            if tuning.holds_for.slots == width:
+            if programs.slots_for(tuning.holds_for.slots, tuning.holds_for.slots) == width:
                 return tuning.policy(sampled)
             acceptance = tuning.acceptance_of(sampled)
         if self._asked == "none":

@@ -348,11 +348,11 @@ class EagleJaxEngine:
         from eaglejax.measure.tune import default_prompts, tune
 
         given = default_prompts(self) if prompts is None else self.encode(prompts)
+        was = self._adaptive.auto if self._adaptive is not None and isinstance(self.speculation, Auto) else None
         tuning = tune(self, given, max_new_tokens=max_new_tokens, temperature=temperature, progress=progress)
         if store:
             tuning.save(stored_path(tuning.holds_for))
         assert self._adaptive is not None
-        was = self._adaptive.auto
         self._adaptive.use(tuning)
         if self.speculation == was:
             self.speculation = tuning.auto
@@ -449,7 +449,9 @@ class EagleJaxEngine:
     def check_speculation(self, speculation: Setting) -> Speculation | Auto:
         """The tree, or the trees, that a setting stands for. Raises ConfigError where this pair cannot grow them."""
         draft = self._pair.draft
-        spec = _tree(speculation, self._adaptive.auto if self._adaptive is not None else None)
+        # a stored tuning is looked for only where it is asked for
+        auto = self._adaptive.auto if self._adaptive is not None and speculation == "auto" else None
+        spec = _tree(speculation, auto)
         if spec.num_steps == 0:
             return spec
         if draft is None:

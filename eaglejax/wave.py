@@ -188,9 +188,10 @@ class Wave:
         if not any(counts[:most] if fixed else counts):
             self.programs.warned = True
             log.warning(
-                "no drafted token was accepted in %d cycles: the draft is probably wired wrongly or made for another target; "
-                "see engine.load_report for its captures, and try capture='input' or 'output'",
+                "no drafted token was accepted in %d cycles: %s the draft is wired wrongly or made for another target; "
+                "see engine.load_report for its captures, and let `eaglejax check` measure them",
                 most,
+                "probably" if fixed else "the text is hard, or",
             )
 
     def _answer(self, index, text, made, reason, cause, counts, choices) -> Generation:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from absl.flags import FlagValues
 
@@ -36,13 +36,17 @@ def main(flags: FlagValues) -> int:
     # jax from here on
     from eaglejax.cli.progress import progress
     from eaglejax.cli.session import Session
+    from eaglejax.measure.tune import mixed_prompts
     from eaglejax.measure.tune_report import tune_report
     from eaglejax.measure.tuning import stored_path
 
-    session = Session(settings, report=bool(flags["report"].value))
-    engine = session.engine
     out = given(flags, "out")
-    prompts = _mixed(names, engine) if names else None
+    if out is not None:
+        _writable(Path(out))
+    # what was tuned before is no part of tuning again
+    session = Session(replace(settings, tuning="none"), report=bool(flags["report"].value))
+    engine = session.engine
+    prompts = mixed_prompts(engine, names) if names else None
     tuning = engine.tune(prompts, max_new_tokens=tokens, temperature=temperature, store=out is None, progress=progress)
     path = Path(out) if out is not None else stored_path(tuning.holds_for)
     if out is not None:
@@ -51,11 +55,12 @@ def main(flags: FlagValues) -> int:
     return 0
 
 
-def _mixed(names: list[str], engine: Any) -> list[Any]:
-    """As many prompts as there are slots, of all sets in turn."""
-    from eaglejax.measure.prompt_sets import read_prompts
-
-    each = -(-engine.slots // len(names))
-    sets = [read_prompts(name, each, vocab_size=engine.vocab_size) for name in names]
-    turns = [prompts[turn].content for turn in range(each) for prompts in sets if turn < len(prompts)]
-    return turns[: engine.slots]
+def _writable(path: Path) -> None:
+    """Raises ConfigError where the tuning could not be written, before minutes are spent on it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(
+            "cannot be written", where=f"--out {path}", found=error.strerror, fix="name another file"
+        ) from None

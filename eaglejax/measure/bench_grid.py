@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eaglejax.config import Speculation, real_number, whole_number
+from eaglejax.config import PLAIN, Speculation, real_number, whole_number
 from eaglejax.errors import ConfigError
-
-PLAIN = Speculation(num_steps=0)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,10 @@ def verdict(group: Sequence[CellResult]) -> str:
         return f"{where}only plain decoding was measured"
     found = best(group)
     if found is None:
-        return f"{where}no draft is faster than plain decoding{simulated}"
+        close = any(each.ratio.high > 1 for each in group if each.cell.spec.num_steps)
+        doubt = "; within the spread of the repeats" if close else ""
+        return f"{where}no draft is faster than plain decoding{doubt}{simulated}"
     ratio = found.ratio
     doubt = "; within the spread of the repeats" if ratio.low <= 1 else ""
+    doubt = "; one repeat, so no spread is known" if len(found.runs) == 1 else doubt
     return f"{where}best is {found.cell.tree}, {ratio.median:.2f} x plain ({ratio.low:.2f}-{ratio.high:.2f}){doubt}{simulated}"

@@ -85,7 +85,7 @@ def measure_costs(programs: Programs, width: int) -> Costs:
     tables = prior_policy(auto)
     modes = [forced(tables, choice) for choice in range(len(auto.choices))] + [forced(tables, 0, True)]
     placed = [programs.place_policy(mode) for mode in modes]
-    run = _Run(programs, width)
+    run = _Run(programs, programs.slots_for(width, width))
     cycles = max(1, min(CYCLES, (programs.max_len - PROMPT - 2) // (auto.num_steps + 1)))
     once = lambda: [run.seconds_per_cycle(policy, cycles) for policy in placed]
     once()

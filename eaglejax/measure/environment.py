@@ -24,7 +24,7 @@ def describe_environment(pair: Pair) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "platform": device.platform,
         "devices": 1 if pair.mesh is None else pair.mesh.size,
-        "cores": _cores() if device.platform == "cpu" else None,
+        "cores": usable_cores() if device.platform == "cpu" else None,
         "mesh": None if pair.mesh is None else {axis: axis_size(pair.mesh, axis) for axis in (DATA, MODEL)},
         "dtype": pair.dtype.name,
         "xla_flags": os.environ.get("XLA_FLAGS") or None,
@@ -44,7 +44,7 @@ def environment_line(values: dict[str, Any]) -> str:
     return f"{where}, {values['platform']}; {values['dtype']}; {laid}; {versions}{flags}"
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -40,7 +40,9 @@ def check_at_load(pair: Pair, generate: Generate, max_len: int, *, asked: bool) 
         return
     mark = seen_path(pair)
     if not ambiguous and was_right(mark):
-        pair.report.note(SECTION, "right, as measured when this pair was first loaded here; `eaglejax check` measures again")
+        pair.report.note(
+            SECTION, "right, as measured when this pair was first loaded here; `eaglejax check` measures again"
+        )
         return
     begin = time.perf_counter()
     texts, source = texts if texts is not None else sampled(pair, generate, max_len)
@@ -64,7 +66,7 @@ def _look(pair: Pair, texts: list[Text], source: str, wirings: Wirings) -> Wirin
     figures = [run.figure(wiring) for wiring in cheap]
     first, second = figures[0].accuracies[:STEPS]
     check = run.judged(figures)
-    if check.wrong or (first >= HEALTHY and second >= FED_BACK * first):
+    if check.wrong or not check.places or (first >= HEALTHY and second >= FED_BACK * first):
         return check
     return run.judged([*figures, *map(run.figure, wirings.singles(DEARER))])
 

@@ -100,10 +100,18 @@ def tune(
 
 
 def default_prompts(engine: EagleJaxEngine) -> list[list[int]]:
-    """Built-in prompts, one per slot, of all sets in turn; as chat messages where the tokenizer has a template."""
-    sets = [[prompt.content for prompt in read_prompts(name, -(-engine.slots // len(SETS)))] for name in SETS]
-    mixed = [content for turn in zip(*sets, strict=True) for content in turn][: engine.slots]
-    return engine.encode(mixed)
+    """Built-in prompts, one per slot, of all sets in turn; as chat messages where the tokenizer has a template, random ids without one."""
+    return mixed_prompts(engine, SETS if engine.has_tokenizer else ("random",))
+
+
+def mixed_prompts(engine: EagleJaxEngine, names: Sequence[str]) -> list[list[int]]:
+    """As many prompts as there are slots, of all sets in turn."""
+    chat = engine.has_tokenizer and engine.tokenizer.chat is not None
+    each = -(-engine.slots // len(names))
+    read = [read_prompts(name, each, chat=chat, vocab_size=engine.vocab_size) for name in names]
+    sets = [[prompt.content for prompt in prompts] for prompts in read]
+    mixed = [prompts[turn] for turn in range(each) for prompts in sets if turn < len(prompts)]
+    return engine.encode(mixed[: engine.slots])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from eaglejax.config import Auto, Speculation
 from eaglejax.errors import ConfigError
 from eaglejax.loading import Pair
 from eaglejax.measure.cycle_costs import Costs
+from eaglejax.measure.environment import usable_cores
 from eaglejax.models.draft import Draft
 from eaglejax.models.target import Target
 from eaglejax.sharding.layout import fetch
@@ -29,7 +31,8 @@ FIX = "tune again: eaglejax tune, or engine.tune()"
 
 @dataclass(frozen=True)
 class HoldsFor:
-    """The machine and the pair a tuning was measured with. Names are for people; fingerprints tell whether weights are the same."""
+    """The machine and the pair a tuning was measured with. Names are for people; fingerprints tell configs apart, and weights by their
+    vectors (norms, ids)."""
 
     target: str
     target_fingerprint: str
@@ -118,17 +121,16 @@ class Tuning:
     @classmethod
     def from_json(cls, stored: Any, where: object) -> Tuning:
         """Raises ConfigError naming `where` for anything that `to_json` does not write."""
+        version = stored.get("version") if isinstance(stored, dict) else None
+        if version != VERSION:
+            raise ConfigError("not a tuning of this version", where=where, found=version, expected=VERSION, fix=FIX)
         try:
-            if stored["version"] != VERSION:
-                raise ConfigError(
-                    "another version's tuning", where=where, found=stored["version"], expected=VERSION, fix=FIX
-                )
-            costs = stored["costs"]
+            stored_costs = stored["costs"]
             tuning = cls(
                 HoldsFor(**stored["holds_for"]),
                 tuple(Speculation(*tree) for tree in stored["trees"]),
                 stored["window"],
-                Costs(**(costs | {"trees": tuple(map(float, costs["trees"]))})),
+                Costs(**(stored_costs | {"trees": tuple(map(float, stored_costs["trees"]))})),
                 {
                     name: Acceptance(tuple(tuple(map(float, tree)) for tree in found["reach"]), found["first_guess"])
                     for name, found in stored["acceptance"].items()
@@ -136,7 +138,9 @@ class Tuning:
                 {name: tuple(Row(**row) for row in rows) for name, rows in stored["rows"].items()},
             )
             whole = [len(tree) for tree in tuning.acceptance["greedy"].reach] == [t.num_steps for t in tuning.trees]
-            if not whole or len(tuning.costs.trees) != len(tuning.trees) or min(tuning.costs.trees) <= 0:
+            costs = tuning.costs
+            sound = all(0 < cost < math.inf for cost in costs.trees) and 0 <= costs.catch_up < math.inf
+            if not whole or not sound or len(costs.trees) != len(tuning.trees):
                 raise ValueError("tables do not fit the trees")
             _ = tuning.auto
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -175,7 +179,7 @@ def holds_for(pair: Pair, slots: int) -> HoldsFor:
         target_fingerprint=fingerprint(pair.target),
         draft=pair.draft_name or "",
         draft_fingerprint=fingerprint(pair.draft),
-        device=device.device_kind,
+        device=device.device_kind + (f", {usable_cores()} cores" if device.platform == "cpu" else ""),
         dtype=str(pair.dtype),
         mesh=",".join(f"{axis}={axis_size(pair.mesh, axis)}" for axis in AXES),
         draft_placement="sharded" if sharded else "replicated",

@@ -33,7 +33,7 @@ class Figure:
     @property
     def accuracies(self) -> list[float]:
         """Share of the places at which position 0, 1, .. of a chain is the target's choice, the true tokens before it given."""
-        return [float(row.mean()) for row in self.foretold.hits]
+        return [float(row.mean()) if row.size else 0.0 for row in self.foretold.hits]
 
     @property
     def runs(self) -> Float[np.ndarray, " places"]:
@@ -43,7 +43,7 @@ class Figure:
     @property
     def tokens_per_cycle(self) -> float:
         """Of a chain as long as the steps, grown at every place: tau, teacher-forced."""
-        return 1 + float(self.runs.mean())
+        return 1 + (float(self.runs.mean()) if self.runs.size else 0.0)
 
 
 @dataclass(frozen=True)

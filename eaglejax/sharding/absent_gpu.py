@@ -50,9 +50,10 @@ def absent_gpus(name: str, count: int) -> list[Any]:
         topology = topologies.get_topology_desc(
             platform="cuda", topology=f"1x1x{count}", target_config=file.read_text(encoding="utf-8")
         )
-    except (RuntimeError, NotImplementedError, KeyError) as error:
+    except (RuntimeError, NotImplementedError, KeyError, ValueError) as error:
+        reason = str(error).splitlines() or ["no reason given"]
         raise ConfigError(
-            f"jax cannot compile for a GPU here: {str(error).splitlines()[0]}",
+            f"jax cannot compile for a GPU here: {reason[0]}",
             where="compile_for",
             found=repr(name),
             fix='install the CUDA plugin of the jax that is here: pip install "eaglejax[cuda13]" (or cuda12)',

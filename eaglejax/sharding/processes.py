@@ -128,8 +128,11 @@ def from_first(value: int) -> int:
 
 
 def from_all(what: str, own: str) -> Sequence[str]:
-    """What every process says, in their order; raises ProcessError as `agree` does."""
-    return [own] if jax.process_count() == 1 else _meet(own, what)
+    """What every process says, in their order; raises ProcessError as `agree` does, and where one of them refused inside `telling`."""
+    told = [own] if jax.process_count() == 1 else _meet(own, what)
+    if refused := [text for text in told if text.startswith(REFUSED)]:
+        raise ProcessError("refused in another process", where=what, found="; ".join(refused))
+    return told
 
 
 def _meet(own: str, what: str, *, wait: bool = True) -> Sequence[str]:

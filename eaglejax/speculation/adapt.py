@@ -6,7 +6,8 @@ large one that it never does. Each slot keeps a log-weight for every difficulty 
 cycles accepted and fading towards the prior. Expected tokens per cycle over the measured cost of a cycle then say which choice is fastest.
 
 What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that
-would overdraw a small allowance if nothing of it were accepted is not chosen, however good it looks.
+would overdraw a small allowance if nothing of it were accepted is not chosen, however good it looks. The draft's run over a full window is
+counted there too but cannot be refused: without it the draft would fall behind for good.
 
 Everything a choice depends on is the same on all devices of a model axis: accepted counts are integers they agree on, the tables are
 arguments given alike to all, sums are elementwise and over fixed axes. Shards of the data axis choose each for their own slots; no
@@ -159,14 +160,11 @@ def _learned(
     return replace(belief, difficulty=jnp.where(told[:, None], after, belief.difficulty))
 
 
-# What is taken for granted where nothing was measured. Conditional acceptance by level of the built-in draft on SmolLM2's own chat answers
-# (docs/benchmarks.md), the first choice alone and the best four; costs of a target of some thirty layers
+# Taken for granted where nothing was measured: round guesses, no measurements. Shares accepted at each level among the cycles that
+# reach it, a chain's and those of four children everywhere; then, in plain steps, the cost of one level, of one more row to verify, and
+# of a window.
 PRIOR_CHAIN, PRIOR_BROAD = (0.60, 0.57, 0.55), (0.75, 0.72, 0.70)
-PRIOR_STEP, PRIOR_ROW, PRIOR_CATCH_UP = (
-    0.06,
-    0.05,
-    0.3,
-)  # plain steps: of one level, of one row more to verify, of a window
+PRIOR_STEP, PRIOR_ROW, PRIOR_CATCH_UP = 0.06, 0.05, 0.3
 
 
 def prior_policy(auto: Auto) -> Policy:

@@ -92,7 +92,9 @@ def test_the_quick_look_at_load(target, draft, caplog, monkeypatch, tmp_path):
     again = pairs.load(target, draft, check_wiring=True)
     assert again.load_report.notes[SECTION][0].startswith("right, as measured when this pair was first loaded")
     for engine in (wrong, fine):  # what is wrong is measured every time
-        assert (len(list((tmp_path / "wirings").iterdir())) == 1) and seen_path(engine._pair).exists() == (engine is fine)
+        assert (len(list((tmp_path / "wirings").iterdir())) == 1) and seen_path(engine._pair).exists() == (
+            engine is fine
+        )
     norms = pairs.load(target, draft, draft_config={"norm_output": True}, check_wiring=True)
     assert any("draft_config={'norm_output': False}" in line for line in norms.load_report.warnings)
 
