@@ -1,5 +1,6 @@
 """Settings every test runs under: strict dtypes, so that nothing is promoted by accident."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,19 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+MANY_MAPS = 24_000  # of the 65,530 that Linux lets a process have
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Programs of earlier test files are dropped: each is mapped into memory, and a process that has too many maps dies."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
