@@ -17,6 +17,7 @@ STEPS = 4
 BLOCK = 8  # neighbouring places are alike: they are one observation
 LEAST_BLOCKS = 6
 CHANCE = 1e-3  # of one false finding among all comparisons of a check
+SIGMAS = 3.0  # by which the tokens of two better wirings must differ for the worse one to be out of the question
 MARGIN = 0.02  # tokens per cycle: what is smaller is no finding, however sure
 LOW = 0.3  # position-0 accuracy below which two changes are tried where no single one helps
 BLINDING = ("capture", "vocabulary")  # kinds that are listed before the others
@@ -74,10 +75,21 @@ def gain(one: Figure, other: Figure, comparisons: int) -> Gain:
     blocks = len(difference) // BLOCK
     if blocks < LEAST_BLOCKS:
         return Gain(tokens, 0.0, np.inf)
+    return Gain(tokens, _sigmas(difference), float(stdtrit(blocks - 1, 1 - CHANCE / max(comparisons, 1))))
+
+
+def _sigmas(difference: Float[np.ndarray, " places"]) -> float:
+    """A mean over its standard error, blocks of neighbouring places being the observations."""
+    blocks = len(difference) // BLOCK
     means = np.array([part.mean() for part in np.array_split(difference, blocks)])
     mean, error = float(means.mean()), float(means.std(ddof=1)) / np.sqrt(blocks)
-    sigmas = mean / error if error > 0 else np.inf * np.sign(mean) if mean else 0.0
-    return Gain(tokens, float(sigmas), float(stdtrit(blocks - 1, 1 - CHANCE / max(comparisons, 1))))
+    return float(mean / error if error > 0 else np.inf * np.sign(mean) if mean else 0.0)
+
+
+def _told_apart(top: Figure, other: Figure, comparisons: int) -> bool:
+    """Whether `other`, a better wiring than the loaded one, is still a worse one than `top`: by what both foretell, or by the tokens."""
+    found = gain(top, other, comparisons)
+    return found.sure or (found.tokens >= MARGIN and _sigmas(top.runs - other.runs) > SIGMAS)
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,6 @@ def _choose(figures: Sequence[Figure]) -> tuple[Figure, Gain | None]:
     if not better:
         return loaded, None
     top = max(better, key=lambda index: gains[index].tokens)
-    alike = [index for index in better if not gain(figures[top], figures[index], comparisons).sure]
+    alike = [index for index in better if not _told_apart(figures[top], figures[index], comparisons)]
     chosen = min(alike, key=lambda index: (len(figures[index].wiring.changes), index))
     return figures[chosen], gains[chosen]

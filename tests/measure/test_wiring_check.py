@@ -131,7 +131,9 @@ def test_a_draft_that_foretells_nothing_is_said_to_tell_nothing(target, folder):
 
 def figure(scores, hits=None) -> Figure:
     scores = np.asarray(scores, float)[None]
-    return Figure(None, Foretold(scores > -1 if hits is None else hits, scores))
+    made = object.__new__(Figure)  # the wiring plays no part
+    object.__setattr__(made, "foretold", Foretold(scores > -1 if hits is None else hits, scores))
+    return made
 
 
 def test_chance_is_no_finding():
