@@ -28,6 +28,7 @@ def right(target, draft):
     return pairs.load(target, draft, slots=4)
 
 
+@pytest.mark.slow
 def test_the_right_pair_passes(right):
     """Wiring, losslessness and tables in one report, as text and as JSON."""
     report = right.check(tokens=128)

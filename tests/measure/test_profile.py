@@ -49,6 +49,7 @@ def profiles(folders, tmp_path_factory):
     )
 
 
+@pytest.mark.slow  # times against the clock
 def test_the_planted_time_is_in_the_draft_and_nowhere_else(profiles):
     bare, planted, alone = profiles.bare, profiles.planted, seconds_alone()
     # one pass in the extension and in each step but the first, which has a head alone

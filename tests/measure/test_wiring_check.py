@@ -85,7 +85,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("captures one later", "norm_before_residual", "rope_theta", "d2t as an index")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAULTS])
 def test_a_planted_fault_is_named_and_mended(request, target, fault):
     name, settings, fix, mended = FAULTS[fault]
     draft = request.getfixturevalue(name)
