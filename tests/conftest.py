@@ -18,17 +18,19 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-MANY_MAPS = 24_000  # of the 65,530 that Linux lets a process have
+MANY_MAPS, MANY_PAGES = 16_000, (5 << 29) // 4096  # of the 65,530 maps that Linux lets a process have; 2.5 GiB
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Programs of earlier test files are dropped: each is mapped into memory, and a process that has too many maps dies."""
+    """Programs of earlier test files are dropped: each takes memory and maps of it, and a process that has too many maps dies."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
-        jax.clear_caches()
-        gc.collect()
+    maps, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if maps.exists() and pages.exists():
+        resident = int(pages.read_text().split()[1])
+        if maps.read_bytes().count(b"\n") > MANY_MAPS or resident > MANY_PAGES:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture(scope="session")
