@@ -42,6 +42,7 @@ def shape(tmp_path_factory):
     return [f"--model={folder / 'target.json'}", f"--draft={folder / 'draft.json'}"]
 
 
+@pytest.mark.slow
 def test_a_pair_is_measured(pair, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n')
     out = [f"--csv={tmp_path / 'b.csv'}", "--json"]
@@ -72,6 +73,7 @@ def test_a_shape_with_simulated_acceptance(shape, capsys):
     assert "random" in text and "not compared" in text
 
 
+@pytest.mark.slow
 def test_a_shape_without_it_says_what_its_ratios_are(shape, capsys):
     assert run(["bench", *shape, "--num_steps=0", *SMALL]) == 0
     assert "random weights: a draft is never right" in capsys.readouterr().out

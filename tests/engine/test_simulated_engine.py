@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pairs
+import pytest
 
 from eaglejax import Sampling, Speculation
 from eaglejax.speculation.simulated import SimulatedAcceptance
@@ -24,6 +25,7 @@ def test_chains_accept_what_was_asked_for(grouped):
     assert pairs.ids(grouped.generate(PROMPTS, ASKED, speculation=Speculation(4, 1, 5))) == plain
 
 
+@pytest.mark.slow
 def test_runs_repeat_and_trees_go_as_deep_as_they_are(latent):
     engine = latent.variant(simulated=SimulatedAcceptance((0.8,)))
     first, again = (pairs.counts(engine.generate(PROMPTS, ASKED, speculation=Speculation(4, 2, 8))) for _ in range(2))
@@ -39,6 +41,7 @@ def test_a_variant_has_its_own_slots(grouped):
     assert pairs.ids(engine.generate(PROMPTS, ASKED)) == pairs.ids(grouped.generate(PROMPTS, ASKED))
 
 
+@pytest.mark.slow
 def test_on_a_mesh_as_on_one_device(random_pairs, grouped):
     simulated, spec = SimulatedAcceptance((0.8, 0.5)), Speculation(4, 1, 5)
     meshed = pairs.load(*random_pairs["qwen3_moe"], mesh="data=2")

@@ -66,6 +66,7 @@ def test_trial_37_the_plain_row_is_the_plain_mode(engine):
     assert engine.programs(None) is engine.programs(Speculation(num_steps=0)) is engine.programs(PLAIN)
 
 
+@pytest.mark.slow
 def test_simulated_acceptance(engine, prompts):
     found = run_bench(engine, question(prompts, CHAIN, simulated=SimulatedAcceptance((1.0, 1.0, 0.0)), warm_up=0))
     plain, chain = found.cells

@@ -62,6 +62,7 @@ def test_the_planted_time_is_in_the_draft_and_nowhere_else(profiles):
     assert planted.share("draft") > bare.share("draft") + 0.1 and planted.share("draft") > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["bare", "planted"])
 def test_phases_add_up_and_every_one_is_there(profiles, which):
     profile = getattr(profiles, which)
@@ -76,6 +77,7 @@ def test_phases_add_up_and_every_one_is_there(profiles, which):
     assert profile.setting.compile_seconds > 0
 
 
+@pytest.mark.slow
 def test_table_and_json_tell_the_same(profiles):
     profile = profiles.planted
     text, values = profile.to_text(), json.loads(json.dumps(profile.to_json()))
@@ -93,6 +95,7 @@ def test_table_and_json_tell_the_same(profiles):
     assert ("doubt this: tracing slowed" in text) == (profile.distortion > 1.3)
 
 
+@pytest.mark.slow
 def test_the_trace_is_kept_with_the_operations_in_it(profiles):
     (file,) = profiles.trace.glob("plugins/profile/*/*.xplane.pb")
     assert b"eaglejax.decode" in file.read_bytes() and b"jit_decode" in file.read_bytes()

@@ -49,6 +49,7 @@ def size(module) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module)) if leaf.ndim >= 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["layers", "head"])
 def test_twice_gives_the_same_and_works_twice(pair, part):
     target, draft, tokens = pair.target, pair.draft, jnp.asarray([[3, 4, 5, 6]])

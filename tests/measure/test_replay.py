@@ -55,6 +55,7 @@ def test_the_settings_can_all_be_grown():
     assert {spec.topk for spec in made} == {1, 2, 4} and max(spec.nodes for spec in made) == 64
 
 
+@pytest.mark.slow
 def test_replayed_cycles_are_the_real_ones(tmp_path):
     """A chain, and a tree of the topk that was grown, sampled: every cycle accepts what the replay says."""
     engine = pairs.load(*pairs.write_random(tmp_path, "qwen3_moe"), tuning="none")

@@ -104,6 +104,7 @@ def test_a_planted_fault_is_named_and_mended(request, target, fault):
     assert "as the draft was trained" in again.verdict()
 
 
+@pytest.mark.slow
 def test_the_fix_restores_tau(target, plain):
     """Served, not only teacher-forced: accepted tokens per cycle under the fault and under what the check prints."""
     right = pairs.load(target, plain)

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from eaglejax import Auto, Sampling, Speculation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -11,6 +13,7 @@ import pairs  # noqa: E402
 AUTO = Auto((Speculation(2, 1), Speculation(2, 2, 5)), window=8)
 
 
+@pytest.mark.slow
 def test_auto_on_a_mesh(tmp_path):
     folders = pairs.write_random(tmp_path, "qwen3_moe")
     asked, sampling = pairs.prompts([3, 9]), Sampling(max_new_tokens=40, temperature=0.7, seed=2)
