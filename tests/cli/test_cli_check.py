@@ -28,6 +28,7 @@ def test_wrong_usage(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_wrong_wiring_is_exit_code_1(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(session, "use_compile_cache", lambda: None)
     pair = [

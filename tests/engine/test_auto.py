@@ -29,7 +29,9 @@ def run(programs, state, policy, cycles=1):
     return programs.decode(state, cycles, np.zeros(state.length.shape[0], bool), programs.place_policy(policy))
 
 
-@pytest.mark.parametrize(("name", "sampling"), [("latent", SAMPLINGS[0]), ("grouped", SAMPLINGS[1])])
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("latent", SAMPLINGS[0]), pytest.param("grouped", SAMPLINGS[1], marks=pytest.mark.slow)]
+)
 def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(request, name, sampling):
     random_engine = request.getfixturevalue(name)
     asked = pairs.prompts([3, 9])
@@ -53,6 +55,7 @@ def test_any_order_of_choices_makes_the_same_text_and_leaves_true_caches(request
         assert pairs.caches_are_fresh(programs, pairs.snapshot(state))
 
 
+@pytest.mark.slow
 def test_generate_counts_the_cycles_of_every_choice(random_pairs):
     engine = pairs.load(*random_pairs["qwen3_moe"], speculation=AUTO, tuning="none")
     asked = pairs.prompts([3, 17, 9])
