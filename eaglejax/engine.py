@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from eaglejax.adaptive import UNTUNED, Adaptive
-from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, whole_number, yes_or_no
+from eaglejax.config import Auto, Real, Sampling, Speculation, whole_number, yes_or_no
 from eaglejax.drafting import check_tree, view
 from eaglejax.errors import ConfigError, PromptError
 from eaglejax.generation import Chunk, DraftScore, Generation, Score, Tree
@@ -18,9 +15,11 @@ from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair, load_pair
 from eaglejax.measure.tuning import Tuning, stored_path
 from eaglejax.models.draft import Draft
+from eaglejax.requests import make_jobs, seeded, text_ids
+from eaglejax.setting import OWN, Override, Own, Setting, trees_of
 from eaglejax.sharding.fit import Capacity
 from eaglejax.sharding.mesh import build_mesh
-from eaglejax.sharding.processes import agree, from_first, in_step, telling
+from eaglejax.sharding.processes import agree, in_step, telling
 from eaglejax.sharding.rules import DraftPlacement, ExpertSplit, Placement
 from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.simulated import SimulatedAcceptance
@@ -33,30 +32,6 @@ from eaglejax.wave import Job, Wave
 if TYPE_CHECKING:
     from eaglejax.measure.check import CheckReport
     from eaglejax.measure.profile_result import Profile
-
-Setting = Speculation | Auto | Literal["auto"] | None
-
-
-class _Own(Enum):
-    """Stands for "as the engine was set", where None means plain decoding."""
-
-    SETTING = "the engine's own setting"
-
-
-_ENGINE = _Own.SETTING
-Override = Setting | _Own
-
-
-def _tree(asked: Setting, auto: Auto | None) -> Speculation | Auto:
-    """The tree or trees a setting stands for, whether or not a draft can grow them. `auto`: those of "auto", None without a draft."""
-    if asked is None or (asked == "auto" and auto is None):
-        return PLAIN
-    spec = auto if asked == "auto" else asked
-    if not isinstance(spec, Speculation | Auto):
-        raise ConfigError(
-            "not a tree", where="speculation", found=repr(asked), expected='a Speculation, an Auto, "auto" or None'
-        )
-    return spec if spec.num_steps else PLAIN
 
 
 class EagleJaxEngine:
@@ -159,7 +134,7 @@ class EagleJaxEngine:
                 draft_config=draft_config,
                 mesh=build_mesh(mesh),
                 placement=placement,
-                capacity=Capacity(_tree(speculation, UNTUNED if draft is not None else None), max_len, slots),
+                capacity=Capacity(trees_of(speculation, UNTUNED if draft is not None else None), max_len, slots),
             )
         agree("loading", "done")
         if max_len > pair.target.config.max_position > 0:
@@ -219,14 +194,7 @@ class EagleJaxEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back (`text/interface.py`). Raises ConfigError where the checkpoint has none."""
-        if self._pair.tokenizer is None:
-            raise ConfigError(
-                "this checkpoint has no tokenizer",
-                where=self._pair.name,
-                expected="tokenizer.json or tiktoken.model",
-                fix="use token ids",
-            )
-        return self._pair.tokenizer
+        return self._pair.text_tokenizer
 
     # generation
 
@@ -244,7 +212,7 @@ class EagleJaxEngine:
         prompts: Any,
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        speculation: Override = _ENGINE,
+        speculation: Override = OWN,
     ) -> list[Generation]:
         """Answer every prompt.
 
@@ -262,7 +230,7 @@ class EagleJaxEngine:
             jobs = self._jobs(prompts, sampling)
             spec = self._setting(speculation)
         agree("generate", (jobs, spec))
-        jobs, programs = _seeded(jobs), self._programs_for(spec)
+        jobs, programs = seeded(jobs), self._programs_for(spec)
         answers: list[Generation] = []
         for first in range(0, len(jobs), self.slots):
             answers += self._wave(programs, jobs[first : first + self.slots]).run()
@@ -273,7 +241,7 @@ class EagleJaxEngine:
         prompt: Any,
         sampling: Sampling | None = None,
         *,
-        speculation: Override = _ENGINE,
+        speculation: Override = OWN,
         cycles: int = 2,
     ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece; the last piece carries the whole Generation.
@@ -292,7 +260,7 @@ class EagleJaxEngine:
             whole_number("cycles", cycles, 1)
             spec = self._setting(speculation)
         agree("stream", (jobs, spec, cycles))
-        wave = self._wave(self._programs_for(spec), _seeded(jobs))
+        wave = self._wave(self._programs_for(spec), seeded(jobs))
         return in_step("a piece of a stream", (chunk for _, chunk in wave.chunks(cycles)))
 
     def chat(
@@ -300,7 +268,7 @@ class EagleJaxEngine:
         messages: Sequence[dict[str, Any]],
         sampling: Sampling | None = None,
         *,
-        speculation: Override = _ENGINE,
+        speculation: Override = OWN,
     ) -> Generation:
         """The answer to one conversation: messages of {"role": .., "content": ..}, through the checkpoint's own chat template.
 
@@ -363,7 +331,7 @@ class EagleJaxEngine:
         prompts: Any,
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        speculation: Override = _ENGINE,
+        speculation: Override = OWN,
         repeats: int = 3,
         trace_dir: str | Path | None = None,
         twice: bool = False,
@@ -378,7 +346,7 @@ class EagleJaxEngine:
         """
         from eaglejax.measure.profile import take_profile
 
-        jobs = _seeded(self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling))
+        jobs = seeded(self._jobs(prompts, Sampling(max_new_tokens=64) if sampling is None else sampling))
         spec = self._setting(speculation)
         return take_profile(
             self._pair,
@@ -430,7 +398,7 @@ class EagleJaxEngine:
         agree("draft_score", ids)
         return self._teacher.draft_score(boundaries, ids)
 
-    def propose(self, token_ids: Sequence[int], speculation: Override = _ENGINE) -> Tree:
+    def propose(self, token_ids: Sequence[int], speculation: Override = OWN) -> Tree:
         """The tree the draft grows below the last token, at temperature 0; with "auto" the first of its trees.
 
         Raises as `draft_score` does."""
@@ -451,7 +419,7 @@ class EagleJaxEngine:
         draft = self._pair.draft
         # a stored tuning is looked for only where it is asked for
         auto = self._adaptive.auto if self._adaptive is not None and speculation == "auto" else None
-        spec = _tree(speculation, auto)
+        spec = trees_of(speculation, auto)
         if spec.num_steps == 0:
             return spec
         if draft is None:
@@ -465,7 +433,7 @@ class EagleJaxEngine:
     # inner parts
 
     def _setting(self, speculation: Override) -> Speculation | Auto:
-        return self.speculation if isinstance(speculation, _Own) else self.check_speculation(speculation)
+        return self.speculation if isinstance(speculation, Own) else self.check_speculation(speculation)
 
     def _wave(self, programs: Programs, jobs: list[Job]) -> Wave:
         policy = None
@@ -497,39 +465,7 @@ class EagleJaxEngine:
         return self._programs[spec]
 
     def _jobs(self, prompts: Any, sampling: Sampling | Sequence[Sampling] | None) -> list[Job]:
-        ids = self.encode(prompts)
-        given = Sampling() if sampling is None else sampling
-        samplings = [given] * len(ids) if isinstance(given, Sampling) else given
-        if not isinstance(samplings, list | tuple) or not all(isinstance(s, Sampling) for s in samplings):
-            raise ConfigError(
-                "not a Sampling", where="sampling", found=repr(sampling)[:80], expected="one, or a list of them"
-            )
-        if len(samplings) != len(ids):
-            raise ConfigError(
-                "needs as many as there are prompts, or a single one for all",
-                where="sampling",
-                found=f"{len(samplings)} for {len(ids)} prompts",
-            )
-        jobs = []
-        for prompt, asked in zip(ids, samplings, strict=True):
-            stops = tuple(asked.stop_token_ids) if asked.ignore_eos else (*self._pair.eos_ids, *asked.stop_token_ids)
-            if asked.stop:
-                _ = self.tokenizer  # stop strings need text
-            jobs.append(Job(prompt, asked, asked.seed, tuple(dict.fromkeys(stops))))
-        return jobs
+        return make_jobs(self._pair, self.encode(prompts), sampling)
 
     def _ids(self, token_ids: Sequence[int], least: int) -> list[int]:
-        if isinstance(token_ids, str) or not hasattr(token_ids, "__len__"):
-            raise PromptError(
-                "not token ids", where="token_ids", found=repr(token_ids)[:80], expected="a list of whole numbers"
-            )
-        limit = self._pair.target.config.max_position or 2**31 - 1
-        (ids,) = parse_prompts([list(token_ids)], None, vocab_size=self._pair.target.config.vocab_size, max_len=limit)
-        if len(ids) < least:
-            raise PromptError("too few tokens", where="token_ids", found=len(ids), expected=f"{least} or more")
-        return ids
-
-
-def _seeded(jobs: list[Job]) -> list[Job]:
-    """The jobs, a fresh seed for each that has none: process 0's where there are several."""
-    return [job if job.seed is not None else replace(job, seed=from_first(secrets.randbits(63))) for job in jobs]
+        return text_ids(self._pair.target.config, token_ids, least)

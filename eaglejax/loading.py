@@ -64,6 +64,18 @@ class Pair:
     draft_name: str | None = None
     origin: DraftOrigin | None = None
 
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError where the checkpoint has none."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "this checkpoint has no tokenizer",
+                where=self.name,
+                expected="tokenizer.json or tiktoken.model",
+                fix="use token ids",
+            )
+        return self.tokenizer
+
 
 def load_pair(
     model: str,

@@ -12,8 +12,9 @@ from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError, given
 from eaglejax.cli.settings import read_settings
+from eaglejax.cli.values import tree, wrong_usage
 from eaglejax.config import Speculation, real_number, whole_number
-from eaglejax.errors import ConfigError, EagleJaxError
+from eaglejax.errors import ConfigError
 from eaglejax.measure.bench_grid import Grid, grid_of_trees, make_grid
 from eaglejax.run_config import RunConfig
 
@@ -125,9 +126,9 @@ def _grid(flags: FlagValues, settings: RunConfig, *, shape: bool, drafted: bool)
     if trees and asked:
         raise UsageError(f"--tree and --{asked[0]} exclude each other: trees, or a grid of their numbers")
     if trees:
-        grid = _wrong_usage(lambda: grid_of_trees([_tree(text) for text in trees], **axes))
+        grid = wrong_usage(lambda: grid_of_trees([tree(text) for text in trees], **axes))
     elif asked or (settings.speculation == "auto" and drafted):
-        grid = _wrong_usage(
+        grid = wrong_usage(
             lambda: make_grid(
                 num_steps=numbers["num_steps"] or DEFAULT_STEPS.split(","),
                 topk=numbers["topk"] or [1],
@@ -137,7 +138,7 @@ def _grid(flags: FlagValues, settings: RunConfig, *, shape: bool, drafted: bool)
         )
     else:  # the file's own tree, or none
         spec = settings.speculation if isinstance(settings.speculation, Speculation) else None
-        grid = _wrong_usage(lambda: grid_of_trees([spec] if spec else [], **axes))
+        grid = wrong_usage(lambda: grid_of_trees([spec] if spec else [], **axes))
     if grid.trees and not drafted:
         raise UsageError("--draft: a tree needs a draft, and none is named; for plain decoding alone: --num_steps=0")
     return grid
@@ -154,19 +155,9 @@ def _list(flags: FlagValues, name: str) -> list[str] | None:
     return values
 
 
-def _tree(text: str) -> Speculation:
-    parts = text.split(",")
-    if len(parts) not in (2, 3):
-        raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
-    try:
-        return Speculation(*parts)  # pyright: ignore[reportArgumentType]
-    except ConfigError as error:
-        raise UsageError(f"--tree: {error}") from None
-
-
 def _numbers(flags: FlagValues) -> dict[str, int]:
     whole = lambda name, default, low, most: whole_number(name, given(flags, name) or default, low, most)
-    return _wrong_usage(
+    return wrong_usage(
         lambda: {
             "limit": whole("limit", 8, 0, None),
             "repeats": whole("repeats", 3, 1, MOST_REPEATS),
@@ -178,15 +169,7 @@ def _numbers(flags: FlagValues) -> dict[str, int]:
 
 def _rates(flags: FlagValues) -> list[float]:
     name = "simulate_acceptance"
-    return _wrong_usage(lambda: [real_number(name, text, 0, 1) for text in _list(flags, name) or ()])
-
-
-def _wrong_usage(make: Any) -> Any:
-    """What `make` returns; a refusal of a flag's value is wrong usage."""
-    try:
-        return make()
-    except EagleJaxError as error:
-        raise UsageError(f"--{error}") from None
+    return wrong_usage(lambda: [real_number(name, text, 0, 1) for text in _list(flags, name) or ()])
 
 
 def _open(

@@ -9,11 +9,11 @@ from typing import Any
 from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError, given
+from eaglejax.cli.values import tree, wrong_usage
 from eaglejax.config import Speculation, real_number, whole_number
-from eaglejax.errors import ConfigError
 
 GROUPS = ("plan", "plan hardware", "plan output", "run")
-TREE = (3, 1, 4)
+TREE = "3,1,4"
 MOST_SLOTS, MOST_TOKENS = 65536, 10**8
 # what any device may have, in the units of the flags
 RANGES = {
@@ -40,7 +40,7 @@ def main(flags: FlagValues) -> int:
     if flags["story"].value:
         print(_story())
         return 0
-    mesh = _wrong_usage(lambda: MeshSize.read(values["mesh"]))
+    mesh = wrong_usage(lambda: MeshSize.read(values["mesh"]))
     compiling = flags["compile"].value is not False
     if compiling and mesh.devices > MOST_COMPILED:
         compiling = False
@@ -49,7 +49,7 @@ def main(flags: FlagValues) -> int:
         stay_on_cpu()
     elif compiling:
         make_devices(mesh.devices)
-    hardware = _wrong_usage(lambda: read_hardware(values["hardware"]))
+    hardware = wrong_usage(lambda: read_hardware(values["hardware"]))
     memory = _scaled(values["device_memory_gb"], 1e9)
     hardware = hardware.having(
         bandwidth=_scaled(values["bandwidth_gbs"], 1e9),
@@ -124,10 +124,10 @@ def _usage(flags: FlagValues) -> dict[str, Any]:
     for name, known in (("draft_placement", "replicated sharded"), ("expert_split", "auto experts width")):
         if values[name] not in known.split():
             raise UsageError(f"--{name}: unknown; found {values[name]!r}; expected one of {known}")
-    return _wrong_usage(
+    return wrong_usage(
         lambda: {
             **values,
-            "tree": _tree(text("tree")),
+            "tree": tree(str(text("tree", TREE))),
             "slots": whole("slots", 1, MOST_SLOTS),
             "max_len": whole("max_len", 8192, MOST_TOKENS),
             "context": None if text("context") is None else whole("context", None, MOST_TOKENS),
@@ -135,28 +135,6 @@ def _usage(flags: FlagValues) -> dict[str, Any]:
             **{name: real(name) for name in RANGES},
         }
     )
-
-
-def _tree(text: str | None) -> Speculation:
-    """A tree as num_steps,topk,num_draft_tokens."""
-    if text is None:
-        return Speculation(*TREE)
-    parts = text.split(",")
-    if len(parts) not in (2, 3):
-        raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
-    try:
-        return Speculation(*parts)  # pyright: ignore[reportArgumentType]
-    except ConfigError as error:
-        raise UsageError(f"--tree: {error}") from None
-
-
-def _wrong_usage(make: Any) -> Any:
-    """What `make` returns; a refusal of a flag's value is wrong usage."""
-    try:
-        return make()
-    except ConfigError as error:
-        message = str(error)
-        raise UsageError(message if message.startswith("--") else f"--{message}") from None
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from eaglejax.errors import ConfigError
 from eaglejax.measure.acceptance import Acceptance
+from eaglejax.measure.bench_grid import Cell
 from eaglejax.measure.bench_result import BenchResult, CellResult, best, verdict
 from eaglejax.measure.environment import environment_line
 from eaglejax.measure.timing import Spread
@@ -160,8 +161,8 @@ def to_json(result: BenchResult) -> dict[str, Any]:
     )
 
 
-def _cell(result: CellResult) -> dict[str, Any]:
-    cell, difference = result.cell, result.difference
+def _named(cell: Cell) -> dict[str, Any]:
+    """The setting of a cell, by the names of the flags."""
     return {
         "prompts": cell.prompts,
         "slots": cell.slots,
@@ -169,6 +170,13 @@ def _cell(result: CellResult) -> dict[str, Any]:
         "num_steps": cell.spec.num_steps,
         "topk": cell.spec.topk,
         "num_draft_tokens": cell.spec.nodes,
+    }
+
+
+def _cell(result: CellResult) -> dict[str, Any]:
+    cell, difference = result.cell, result.difference
+    return {
+        **_named(cell),
         "simulated_acceptance": result.simulated,
         "tokens_per_second": result.tokens_per_second.to_json(),
         "ratio_to_plain": result.ratio.to_json(),
@@ -229,12 +237,7 @@ def _csv_row(result: CellResult) -> dict[str, Any]:
     cell, found = result.cell, result.acceptance
     several = lambda shares: " ".join(f"{x:.4f}" for x in shares)
     row: dict[str, Any] = {
-        "prompts": cell.prompts,
-        "slots": cell.slots,
-        "temperature": cell.temperature,
-        "num_steps": cell.spec.num_steps,
-        "topk": cell.spec.topk,
-        "num_draft_tokens": cell.spec.nodes,
+        **_named(cell),
         "simulated_acceptance": several(result.simulated or ()),
     }
     for name, spread in (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eaglejax.config import Sampling, Speculation, whole_number
+from eaglejax.config import PLAIN, Sampling, Speculation, whole_number
 from eaglejax.errors import ConfigError
 from eaglejax.generation import Generation
 from eaglejax.loading import Pair
@@ -151,8 +151,7 @@ def _audit(
 def _padded(engine: EagleJaxEngine, rows: int) -> Callable[..., list[Generation]]:
     """Plain decoding that runs as many rows a step as a tree has nodes, all but the first for nothing."""
     pair = engine._pair
-    nothing = Speculation(num_steps=0)
-    programs = Programs(pair.target, None, (), nothing, engine.max_len, pair.dtype, pair.mesh, plain_rows=rows)
+    programs = Programs(pair.target, None, (), PLAIN, engine.max_len, pair.dtype, pair.mesh, plain_rows=rows)
 
     def generate(prompts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[Generation]:
         asked = zip(prompts, samplings, strict=True)

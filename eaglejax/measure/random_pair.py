@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, DTypeLike
 
-from eaglejax.config import Speculation
+from eaglejax.config import PLAIN
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.errors import ConfigError
 from eaglejax.kernels import select
@@ -59,7 +59,7 @@ def random_engine(
     pair = random_pair(
         models,
         dtype=settings.dtype,
-        capacity=Capacity(Speculation(num_steps=0), max_len, slots),
+        capacity=Capacity(PLAIN, max_len, slots),
         mesh=build_mesh(settings.mesh),
         placement=Placement(settings.expert_split, settings.draft_placement),
         seed=seed,

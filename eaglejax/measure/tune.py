@@ -165,7 +165,9 @@ def _wave_of(
 ) -> tuple[int, float, int]:
     """(tokens after the first, seconds of decoding, cycles of the longest slot)."""
     jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
-    answers = Wave(engine._programs_for(spec), jobs, None, engine.slots).run()
+    programs = engine._programs_for(spec)
+    answers = Wave(programs, jobs, None, engine.slots).run()
+    programs.release()  # many trees are run: each would keep caches of its own
     tokens = sum(answer.stats.new_tokens - 1 for answer in answers)
     return tokens, answers[0].stats.decode_seconds, max(answer.stats.cycles for answer in answers)
 

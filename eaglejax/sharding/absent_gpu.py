@@ -12,10 +12,9 @@ import jax
 from jax.experimental import topologies
 
 from eaglejax.errors import ConfigError
+from eaglejax.sharding.model_names import config_places
 
-PACKAGE = Path(__file__).parent.parent
-# beside the package in a wheel, at the top of the repository in a checkout
-PLACES = (PACKAGE / "configs" / "gpus", PACKAGE.parent / "configs" / "gpus")
+PLACES = config_places("gpus")
 
 
 def known_gpus() -> list[str]:

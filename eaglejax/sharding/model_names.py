@@ -1,12 +1,18 @@
-"""The configs of known models that come with the package. Nothing heavy is imported here."""
+"""The configs that come with the package. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-# beside the package in a wheel, at the top of the repository in a checkout
-PLACES = (PACKAGE / "configs" / "models", PACKAGE.parent / "configs" / "models")
+
+
+def config_places(kind: str) -> tuple[Path, Path]:
+    """The folders of one kind of configs: beside the package in a wheel, at the top of the repository in a checkout."""
+    return PACKAGE / "configs" / kind, PACKAGE.parent / "configs" / kind
+
+
+PLACES = config_places("models")
 
 
 def known_models() -> list[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from eaglejax.config import Speculation
+from eaglejax.config import PLAIN, Speculation
 from eaglejax.errors import ConfigError
 from eaglejax.measure.hardware import Hardware
 from eaglejax.measure.roofline import Phase, cycle_seconds
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def spec(self) -> Speculation:
-        return self.question.spec if self.draft is not None else Speculation(num_steps=0)
+        return self.question.spec if self.draft is not None else PLAIN
 
     @property
     def local_slots(self) -> int:

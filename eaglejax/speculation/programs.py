@@ -192,6 +192,10 @@ class Programs:
         """Hand the buffers of a finished wave back for the next one."""
         self._idle[state.length.shape[0]] = state
 
+    def release(self) -> None:
+        """Give the kept buffers up."""
+        self._idle.clear()
+
     def state_shapes(self, batch: int) -> State:
         """The state of `batch` slots as shapes, nothing allocated."""
         shapes = jax.eval_shape(self._fresh, self._weight_shapes(), jax.eval_shape(lambda: empty_request(batch)))
