@@ -4,18 +4,21 @@ import gc
 import os
 from pathlib import Path
 
-# The programs run for milliseconds: without the first two most of a test would be LLVM at work. Eight devices for the tests of
-# meshes: eight threads that wait for one another, on two busy cores perhaps longer than the 40 s after which XLA ends the process.
+# The programs run for milliseconds: without the first three most of a test would be XLA and LLVM at work. Eight devices for the tests
+# of meshes: eight threads that wait for one another, on two busy cores perhaps longer than the 40 s after which XLA ends the process.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_force_host_platform_device_count=8 "
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# What is imported lives as long as the process: without this a tenth of the time goes into looking through it again and again.
+gc.freeze()
+gc.set_threshold(20_000, 20, 50)
 
 
 MANY_MAPS, MANY_PAGES = 16_000, (5 << 29) // 4096  # of the 65,530 maps that Linux lets a process have; 2.5 GiB

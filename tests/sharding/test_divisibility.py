@@ -86,4 +86,5 @@ def test_a_draft_with_fewer_kv_heads_than_its_target(tmp_path):
         assert said in str(made.load_report)
         out = made.generate(asked, ask)
         assert (pairs.ids(out), pairs.counts(out)) == (pairs.ids(answers), pairs.counts(answers)), mesh
-        np.testing.assert_allclose(made.draft_score(asked[1]).logits, score.logits, atol=1e-5, rtol=0)
+        # logits reach 13: one part in a million of that is a dozen float32 steps
+        np.testing.assert_allclose(made.draft_score(asked[1]).logits, score.logits, atol=1e-5, rtol=2e-6)
