@@ -79,10 +79,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Score:
-    """A teacher-forced pass of the target: row i has seen tokens 0..i."""
+    """A teacher-forced pass of the target: row i has seen tokens 0..i. `experts`: by layer, those that each row's router chose, ascending;
+    empty for a dense target."""
 
     logits: Float[np.ndarray, "t v"]
     boundaries: dict[int, Float[np.ndarray, "t d"]] = field(repr=False)  # residual stream after b blocks
+    experts: dict[int, Int[np.ndarray, "t k"]] = field(repr=False, default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from eaglejax.config import Speculation
 from eaglejax.generation import DraftScore, Score
+from eaglejax.models.config import MoEConfig
 from eaglejax.models.draft import Draft
+from eaglejax.models.moe import watching_routers
 from eaglejax.models.rows import causal_step
 from eaglejax.models.target import Target
 from eaglejax.sharding.layout import fetch, place, weight_specs
@@ -35,17 +37,22 @@ class Teacher:
         self._target, self._draft, self._mesh = target, draft, mesh
         self._graphs, arrays = zip(*(nnx.split(model) for model in (target, draft) if model is not None), strict=True)
         self._arrays = arrays
+        layers = enumerate(target.config.layers)
+        self._moe_layers = [index for index, layer in layers if isinstance(layer.mlp, MoEConfig)]
         self._score_program = cache(self._make_score)
         self._draft_program = cache(self._make_draft_score)
         self._tree_program = cache(self._make_propose)
 
     def score(self, token_ids: list[int]) -> Score:
-        """Logits [t, v] and all boundaries [t, d] of the target over the tokens."""
+        """Logits [t, v], all boundaries [t, d] and the experts [t, k] of every MoE layer of the target over the tokens."""
         count = len(token_ids)
-        logits, *boundaries = self._score_program()(self._arrays, self._row(token_ids, teacher_bucket(count)))
+        logits, boundaries, experts = self._score_program()(
+            self._arrays, self._row(token_ids, teacher_bucket(count))
+        )
         return Score(
             fetch(logits)[0, :count],
             {b: fetch(x)[0, :count].astype(np.float32) for b, x in enumerate(boundaries)},
+            {layer: fetch(ids)[:count] for layer, ids in zip(self._moe_layers, experts, strict=True)},
         )
 
     def draft_score(self, boundaries: tuple[int, ...], token_ids: list[int]) -> DraftScore:
@@ -78,11 +85,12 @@ class Teacher:
 
         def run(arrays, tokens):
             target, _ = self._models(arrays)
-            out = _full_pass(target, tokens, everything)
-            return target.logits(out.hidden), *out.captured
+            with watching_routers() as watched:
+                out = _full_pass(target, tokens, everything)
+            return target.logits(out.hidden), list(out.captured), watched.experts
 
         logits = P(None, None, self._target.split.vocab.axis)
-        return self._compiled(run, 1, [logits, *[P()] * len(everything)])
+        return self._compiled(run, 1, [logits, *[P()] * (len(everything) + len(self._moe_layers))])
 
     def _make_draft_score(self, boundaries: tuple[int, ...]) -> Program:
         def run(arrays, tokens):

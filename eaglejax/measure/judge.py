@@ -86,11 +86,11 @@ def noise_of(sampling: Sampling, position: int, count: int) -> Float[np.ndarray,
 
 def _last_row(target: Target, tokens, last):
     """Logits [1, v] of the row `last`, and its router margins."""
-    with watching_routers() as margins:
+    with watching_routers() as watched:
         step = causal_step(jnp.zeros_like(last), tokens.shape[1])
         out = target(tokens, step, target.empty_caches(1, 0))
     row = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)
-    there = jnp.stack([margin[last[0]] for margin in margins]) if margins else jnp.full((1,), jnp.inf)
+    there = jnp.stack([margin[last[0]] for margin in watched.margins]) if watched.margins else jnp.full((1,), jnp.inf)
     return target.logits(row)[:, 0], there.astype(jnp.float32)
 
 

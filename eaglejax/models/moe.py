@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,8 @@ def route(
         _watch(choice, config.topk)
         _, ids = lax.top_k(choice, config.topk)
         ids = _ascending(ids)
+        if (watched := _WATCHED.get()) is not None:
+            watched.experts.append(ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
         if config.score == "softmax_topk":
             weights = jax.nn.softmax(weights, axis=-1)
@@ -55,17 +58,28 @@ def route(
         return ids, weights * config.scaling
 
 
-_WATCHED: ContextVar[list[Float[Array, " n"]] | None] = ContextVar("watched", default=None)
+@dataclass
+class Watched:
+    """What routers did, in the order of the layers.
+
+    margins: of every choice, of groups and of experts, how far each row's last chosen score is above the first one left out.
+    experts: those of each row.
+    """
+
+    margins: list[Float[Array, " n"]] = field(default_factory=list)
+    experts: list[Int[Array, "n k"]] = field(default_factory=list)
+
+
+_WATCHED: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
 
 @contextmanager
-def watching_routers() -> Iterator[list[Float[Array, " n"]]]:
-    """While a model is traced inside: a list that gets, from every choice of a router (groups, experts), how far each row's last chosen
-    score is above the first one left out."""
-    margins: list[Float[Array, " n"]] = []
-    token = _WATCHED.set(margins)
+def watching_routers() -> Iterator[Watched]:
+    """Watches the routers of a model that is traced inside."""
+    watched = Watched()
+    token = _WATCHED.set(watched)
     try:
-        yield margins
+        yield watched
     finally:
         _WATCHED.reset(token)
 
@@ -73,7 +87,7 @@ def watching_routers() -> Iterator[list[Float[Array, " n"]]]:
 def _watch(scores: Float[Array, "n m"], kept: int) -> None:
     if (watched := _WATCHED.get()) is not None and kept < scores.shape[-1]:
         best, _ = lax.top_k(scores, kept + 1)
-        watched.append(best[:, -2] - best[:, -1])
+        watched.margins.append(best[:, -2] - best[:, -1])
 
 
 def _best_groups(choice: Float[Array, "n e"], config: MoEConfig) -> Float[Array, "n e"]:

@@ -54,8 +54,8 @@ def test_router_margins(groups):
     """How far the last chosen score is above the first one left out, experts and groups alike."""
     config = MoEConfig(8, 2, 4, score="sigmoid", groups=groups, topk_groups=1)
     logits = np.random.default_rng(0).normal(0, 1, (5, 8)).astype(np.float32)
-    with watching_routers() as margins:
-        route(jnp.asarray(logits), config)
+    with watching_routers() as watched:
+        chosen, _ = route(jnp.asarray(logits), config)
     route(jnp.asarray(logits), config)  # outside nothing is watched
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
     wanted = []
@@ -66,8 +66,9 @@ def test_router_margins(groups):
         scores = np.where(keep, scores, -np.inf)
     ranked = np.sort(scores, -1)
     wanted.append(ranked[:, -2] - ranked[:, -3])
-    assert len(margins) == len(wanted)
-    for found, want in zip(margins, wanted, strict=True):
+    assert len(watched.margins) == len(wanted)
+    assert len(watched.experts) == 1 and np.array_equal(watched.experts[0], chosen)
+    for found, want in zip(watched.margins, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(found), want, atol=1e-5)
 
 

@@ -35,6 +35,8 @@ def test_peers_cases(folder):
         score = engine.score(prompts[0])
         np.testing.assert_allclose(score.logits, one.logits, rtol=0, atol=5e-5, err_msg=mesh)
         np.testing.assert_allclose(score.logits, want["logits"][0], rtol=0, atol=1e-4, err_msg=mesh)
+        assert score.experts.keys() == one.experts.keys() != set()
+        assert all(np.array_equal(score.experts[layer], one.experts[layer]) for layer in one.experts), mesh
         out = engine.generate(prompts, Sampling(max_new_tokens=len(greedy[0]), ignore_eos=True))
         assert pairs.ids(out) == greedy, mesh
 
