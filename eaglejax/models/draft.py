@@ -24,6 +24,7 @@ from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerCon
 from eaglejax.models.layers import MLP, Embedding, Linear, RMSNorm, project
 from eaglejax.models.rows import KVRows, Step, empty_rows
 from eaglejax.models.split import UNSPLIT, WHOLE, LayerSplit, ModelSplit, Over
+from eaglejax.models.traced_once import traced_once
 
 
 @jax.tree_util.register_dataclass
@@ -162,10 +163,10 @@ class Draft(nnx.Module):
         with jax.named_scope("draft"):
             before = earlier or [None] * len(caches)
             embedded = self.embedding(tokens).astype(self.dtype)
-            x, own = self.first(embedded, hidden.astype(self.dtype), step, caches[0], before[0])
+            x, own = traced_once(self.first, embedded, hidden.astype(self.dtype), step, caches[0], before[0])
             rows = [own]
             for block, cache, previous in zip(self.others, caches[1:], before[1:], strict=True):
-                x, own = block(x, step, cache, previous)
+                x, own = traced_once(block, x, step, cache, previous)
                 rows.append(own)
             feedback = self.norm(x) if self.norm is not None and self.config.norm_output else x
             return DraftOutput(x, feedback, rows)

@@ -73,6 +73,11 @@ class Watched:
 _WATCHED: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
 
+def watched() -> Watched | None:
+    """What is watched now."""
+    return _WATCHED.get()
+
+
 @contextmanager
 def watching_routers() -> Iterator[Watched]:
     """Watches the routers of a model that is traced inside."""

@@ -14,6 +14,7 @@ from eaglejax.models.config import TargetConfig
 from eaglejax.models.layers import Embedding, Linear, RMSNorm, project
 from eaglejax.models.rows import KVRows, Step, empty_rows
 from eaglejax.models.split import UNSPLIT, ModelSplit
+from eaglejax.models.traced_once import traced_once
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +65,7 @@ class Target(nnx.Module):
             wanted, rows = {0: x}, []
             for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
                 with jax.named_scope(f"layer_{index}"):
-                    x, own = layer(x, step, cache)
+                    x, own = traced_once(layer, x, step, cache)
                 wanted[index + 1] = x
                 rows.append(own)
             return TargetOutput(x, tuple(wanted[boundary] for boundary in boundaries), rows)
