@@ -46,9 +46,7 @@ class Teacher:
     def score(self, token_ids: list[int]) -> Score:
         """Logits [t, v], all boundaries [t, d] and the experts [t, k] of every MoE layer of the target over the tokens."""
         count = len(token_ids)
-        logits, boundaries, experts = self._score_program()(
-            self._arrays, self._row(token_ids, teacher_bucket(count))
-        )
+        logits, boundaries, experts = self._score_program()(self._arrays, self._row(token_ids, teacher_bucket(count)))
         return Score(
             fetch(logits)[0, :count],
             {b: fetch(x)[0, :count].astype(np.float32) for b, x in enumerate(boundaries)},

@@ -14,7 +14,9 @@ NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_runs(name, smollm2_path, tmp_path):
     tool = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), "--small", name]
-    done = subprocess.run(tool, env=os.environ | {"EAGLEJAX_SMOLLM2": str(smollm2_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        tool, env=os.environ | {"EAGLEJAX_SMOLLM2": str(smollm2_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert name in done.stdout
 

@@ -1,7 +1,7 @@
 """Speculative decoding of SmolLM2 beside plain decoding in one process: are the token ids the same?
 
     python tools/check_lossless.py                            # 50 prompts x 64 tokens, every setting
-    python tools/check_lossless.py --part 1/10                # the tenth that runs in CI
+    python tools/check_lossless.py --part 1/25 --slots 4      # the part that runs in CI
     python tools/check_lossless.py --draft my/draft --json out.json
 
 The audit of `eaglejax check` (`eaglejax/measure/lossless.py`) on a matrix of settings: SmolLM2 in float32; prompts of

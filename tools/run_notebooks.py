@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 
 
-def run(path: Path, seconds: int) -> "object":
+def run(path: Path, seconds: int) -> Any:
     """The notebook, executed from its top in a fresh kernel of this Python. Raises CellExecutionError with the cell that failed."""
     import nbformat
     from nbclient import NotebookClient
@@ -24,6 +25,17 @@ def run(path: Path, seconds: int) -> "object":
         notebook, timeout=seconds, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
     ).execute()
     return notebook
+
+
+def keep(notebook: Any, path: Path) -> None:
+    """Writes the notebook with what it showed, the user's own folder written as ~."""
+    import nbformat
+
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream":
+                output.text = output.text.replace(str(Path.home()), "~")
+    nbformat.write(notebook, path)
 
 
 def main() -> int:
@@ -42,9 +54,7 @@ def main() -> int:
         begin = time.monotonic()
         notebook = run(path, given.seconds)
         if not given.small:
-            import nbformat
-
-            nbformat.write(notebook, path)
+            keep(notebook, path)
         print(f"{path.name}: {time.monotonic() - begin:.0f} s", flush=True)
     return 0
 

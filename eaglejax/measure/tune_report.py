@@ -9,8 +9,8 @@ from eaglejax.measure.tuning import Row, Tuning
 SHOWN = 8  # rows of a class
 
 
-def tune_report(tuning: Tuning, path: Path) -> str:
-    """The table of every class, the trees of "auto" and what they cost, and where all that is kept."""
+def tune_report(tuning: Tuning, path: Path | None = None) -> str:
+    """The table of every class, the trees of "auto" and what they cost, and where all that is kept, if it is."""
     holds = tuning.holds_for
     lines = [
         f"{holds.target} with draft {holds.draft}: {holds.device}, {holds.dtype}, {holds.mesh}, {holds.slots} slots",
@@ -30,8 +30,8 @@ def tune_report(tuning: Tuning, path: Path) -> str:
     ]
     for tree, cost in zip(tuning.trees, tuning.costs.trees, strict=True):
         lines.append(f"  ({tree.num_steps}, {tree.topk}, {tree.nodes}): {cost:.2f}")
-    lines += [f"  the draft over {tuning.window} waiting rows: {tuning.costs.catch_up:.2f}", "", f"stored in {path}"]
-    return "\n".join(lines)
+    lines.append(f"  the draft over {tuning.window} waiting rows: {tuning.costs.catch_up:.2f}")
+    return "\n".join(lines if path is None else [*lines, "", f"stored in {path}"])
 
 
 def _line(row: Row) -> str:

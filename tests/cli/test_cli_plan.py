@@ -86,6 +86,7 @@ def test_slots_are_rounded_up_to_the_data_axis(capsys):
     assert json.loads(capsys.readouterr().out)["slots"] == 4
 
 
+@pytest.mark.slow
 def test_advice_tries_every_size_of_the_model_axis(capsys):
     error = refused(capsys, "plan", "--nocompile", "--model=kimi-k2.5", "--mesh=model=7")
     assert "would fit: a mesh of data=1,model=6 or data=1,model=8" in error
@@ -123,6 +124,7 @@ def test_a_config_of_ones_own(tmp_path, capsys):
     assert weights["head"] == 101 * 64 * 2
 
 
+@pytest.mark.slow
 def test_largest_slots_and_length(capsys):
     assert run([*KIMI, "--json", "--device_memory_gb=80", "--draft_placement=sharded"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]

@@ -181,7 +181,9 @@ def keep_drafted_states(run, draft, cache, tokens, features, start, count):
     return run(draft, cache, tokens, jnp.where(first, features, features[:, :1]), start, count)
 
 
-@pytest.mark.parametrize("fault", [None, skip_extend, start_late, keep_drafted_states])
+@pytest.mark.parametrize(
+    "fault", [None, skip_extend, pytest.param(start_late, marks=pytest.mark.slow), keep_drafted_states]
+)
 def test_stale_rows_of_the_draft(partial, monkeypatch, fault):
     """Draft rows not rewritten after acceptance, rewritten one place late, or made of states not the target's."""
     if fault is not None:

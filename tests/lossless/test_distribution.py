@@ -104,8 +104,7 @@ def check(engine, shape: str, filters: str, draws: int) -> None:
     assert p_value(sum(places.values(), Counter()), 0.9 * expected + 0.1 * drafted) < 0.05
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, filters", list(zip(SHAPES, FILTERS, strict=True)))
 def test_20_000_draws(engine, shape, filters):
     check(engine, shape, filters, 20_000)
 

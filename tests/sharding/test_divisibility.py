@@ -24,15 +24,16 @@ SHAPES = [  # query heads, KV heads, experts, what the report of eight devices s
 ]
 
 
+@pytest.mark.parametrize("meshes", [("model=8",), pytest.param(("data=2,model=4", "data=8"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "kv_heads", "experts", "said"), SHAPES)
-def test_any_number_of_heads_and_experts(tmp_path, heads, kv_heads, experts, said):
+def test_any_number_of_heads_and_experts(tmp_path, heads, kv_heads, experts, said, meshes):
     config = QWEN | dict(num_attention_heads=heads, num_key_value_heads=kv_heads, num_experts=experts)
     folder = write(tmp_path / "target", config)
-    eight, *_ = assert_same(folder, ("model=8", "data=2,model=4", "data=8"), atol=1e-5)
-    assert said in str(eight.load_report)
+    first, *_ = assert_same(folder, meshes, atol=1e-5)
+    assert said in str(first.load_report) or meshes != ("model=8",)
 
 
-@pytest.mark.parametrize("mesh", ["model=3", "data=3", "model=5"])
+@pytest.mark.parametrize("mesh", ["model=3", "data=3", pytest.param("model=5", marks=pytest.mark.slow)])
 def test_meshes_that_divide_nothing(tmp_path, mesh):
     (made,) = assert_same(write(tmp_path / "target", QWEN), (mesh,), atol=1e-5)
     if mesh != "data=3":

@@ -22,6 +22,8 @@ CASES = [STORED / "targets" / name for name in ("gpt_oss", "glm4_moe", "kimi_k25
 if GOLDEN:
     CASES += [Path(GOLDEN) / f"target_{name}" for name in ("qwen3_moe", "deepseek_v3", "kimi_k2", "mixtral")]
 
+LAYOUTS = [("model=8", "replicated"), ("data=2,model=4", "sharded"), ("data=4,model=2", "replicated")]
+
 
 @pytest.mark.parametrize("folder", CASES, ids=lambda path: path.name)
 def test_peers_cases(folder):
@@ -41,8 +43,9 @@ def test_peers_cases(folder):
         assert pairs.ids(out) == greedy, mesh
 
 
+@pytest.mark.parametrize("layouts", [LAYOUTS[1:2], pytest.param(LAYOUTS[::2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_speculation_on_a_mesh(tmp_path, family):
+def test_speculation_on_a_mesh(tmp_path, family, layouts):
     """Tokens and accepted counts of greedy and sampled trees, draft replicated and sharded."""
     target, draft = pairs.write_random(tmp_path, family)
     asked = pairs.prompts([3, 17, 9])
@@ -56,7 +59,7 @@ def test_speculation_on_a_mesh(tmp_path, family):
     answers = one.generate(asked, samplings)
     assert pairs.ids(answers) == plain
     assert sum(map(sum, pairs.counts(answers))) > 20
-    for mesh, placement in (("model=8", "replicated"), ("data=2,model=4", "sharded"), ("data=4,model=2", "replicated")):
+    for mesh, placement in layouts:
         engine = pairs.load(target, draft, speculation=pairs.TREE, mesh=mesh, draft_placement=placement)
         out = engine.generate(asked, samplings)
         assert pairs.ids(out) == plain, (mesh, placement)
@@ -67,7 +70,7 @@ def test_speculation_on_a_mesh(tmp_path, family):
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("favoured", [(0,), (7,), (2, 3)])
+@pytest.mark.parametrize("favoured", [(0,), pytest.param((7,), marks=pytest.mark.slow), (2, 3)])
 def test_skewed_routing(tmp_path, monkeypatch, favoured, gathered):
     """All tokens to one expert, or all to one device; shared experts so large that counting them twice would show."""
     monkeypatch.setattr(experts_kernel, "gather_pays", lambda pairs, count: gathered)
