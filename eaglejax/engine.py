@@ -303,7 +303,7 @@ class EagleJaxEngine:
         """Measure what a cycle costs here and what the draft gets right, and choose the trees of "auto" by that (docs/tune.md).
 
         Arguments:
-            prompts: as `generate` takes them, as many as the engine has slots; None: built-in ones.
+            prompts: as `generate` takes them, decoded in waves of the engine's slots; None: built-in ones.
             max_new_tokens: of each prompt's answer in the calibration.
             temperature: of the second class of requests; 0 leaves that out.
             store: keep it in the user's cache folder, where engines of the same pair on the same machine find it.

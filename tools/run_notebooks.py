@@ -21,20 +21,19 @@ def run(path: Path, seconds: int) -> Any:
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-    NotebookClient(
-        notebook, timeout=seconds, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
-    ).execute()
+    resources = {"metadata": {"path": str(FOLDER)}}
+    NotebookClient(notebook, timeout=seconds, record_timing=False, coalesce_streams=True, resources=resources).execute()
     return notebook
 
 
 def keep(notebook: Any, path: Path) -> None:
-    """Writes the notebook with what it showed, the user's own folder written as ~."""
+    """Writes the notebook with what it showed, without the paths of this machine."""
     import nbformat
 
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.output_type == "stream":
-                output.text = output.text.replace(str(Path.home()), "~")
+                output.text = output.text.replace(f"{FOLDER.parent}/", "").replace(str(Path.home()), "~")
     nbformat.write(notebook, path)
 
 

@@ -72,8 +72,8 @@ def tune(
         )
     least = 2 * CHAIN_STEPS
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least + 2, engine.max_len - 1)
-    asked = engine.encode(list(prompts))[:slots]
-    asked = [asked[index % len(asked)] for index in range(slots)]
+    asked = engine.encode(list(prompts))
+    asked = [asked[index % len(asked)] for index in range(-(-len(asked) // slots) * slots)]  # whole waves
     temperature = real_number("temperature", temperature, 0, 1e4)
     told = progress or (lambda what, total: _silent())
     classes = {GREEDY: Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)}
@@ -81,7 +81,7 @@ def tune(
         classes[SAMPLED] = replace(classes[GREEDY], temperature=temperature, seed=0)
 
     looking = _looking(engine)
-    found = {name: _calibrate(looking, asked, sampling, told) for name, sampling in classes.items()}
+    found = {name: _calibrate(looking, asked, sampling, slots, told) for name, sampling in classes.items()}
     curve = _curve(engine, asked, rows, told)
     most = min(pair.draft.config.draft_vocab_size, TOPK)
     wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
@@ -100,18 +100,20 @@ def tune(
 
 
 def default_prompts(engine: EagleJaxEngine) -> list[list[int]]:
-    """Built-in prompts, one per slot, of all sets in turn; as chat messages where the tokenizer has a template, random ids without one."""
+    """Built-in prompts, at least one per slot and set, of all sets in turn; as chat messages where the tokenizer has a template, random ids
+    without one."""
     return mixed_prompts(engine, SETS if engine.has_tokenizer else ("random",))
 
 
 def mixed_prompts(engine: EagleJaxEngine, names: Sequence[str]) -> list[list[int]]:
-    """As many prompts as there are slots, of all sets in turn."""
+    """Prompts of all sets in turn, at least one of each: one answer alone may be far easier or harder than the rest."""
     chat = engine.has_tokenizer and engine.tokenizer.chat is not None
-    each = -(-engine.slots // len(names))
+    count = -(-len(names) // engine.slots) * engine.slots
+    each = -(-count // len(names))
     read = [read_prompts(name, each, chat=chat, vocab_size=engine.vocab_size) for name in names]
     sets = [[prompt.content for prompt in prompts] for prompts in read]
     mixed = [prompts[turn] for turn in range(each) for prompts in sets if turn < len(prompts)]
-    return engine.encode(mixed[: engine.slots])
+    return engine.encode(mixed[:count])
 
 
 @contextmanager
@@ -126,11 +128,18 @@ def _looking(engine: EagleJaxEngine) -> LookAhead:
     return LookAhead(engine._programs_for(specs[0]), specs)
 
 
-def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, told: Progress) -> Found:
+def _waves(asked: list[list[int]], sampling: Sampling, slots: int) -> list[list[Job]]:
     jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
-    kind = SAMPLED if sampling.temperature else GREEDY
-    with told(f"calibration, {kind}", sampling.max_new_tokens) as advance:
-        chains, broad = looking.run(jobs, advance)
+    return [jobs[first : first + slots] for first in range(0, len(jobs), slots)]
+
+
+def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, slots: int, told: Progress) -> Found:
+    kind, waves = SAMPLED if sampling.temperature else GREEDY, _waves(asked, sampling, slots)
+    chains, broad = [], []
+    with told(f"calibration, {kind}", sampling.max_new_tokens * len(waves)) as advance:
+        for jobs in waves:
+            for texts, found in zip((chains, broad), looking.run(jobs, advance), strict=True):
+                texts += found
     if sum(len(text.trees) for text in chains) <= CHAIN_STEPS * len(chains):
         raise ConfigError(
             "the answers are too short to learn from",
@@ -150,7 +159,7 @@ def _curve(engine: EagleJaxEngine, asked: list[list[int]], rows: Sequence[int], 
     with told("cost of the parts of a cycle", len(rows) + 2 * len(topks)) as advance:
         return measure_curve(
             programs,
-            lambda: _ms_per_cycle(engine, asked, sampling, PLAIN),
+            lambda: _ms_per_cycle(engine, asked[: engine.slots], sampling, PLAIN),
             pair.target.config,
             axis_size(pair.mesh, MODEL),
             engine.slots,
@@ -160,20 +169,22 @@ def _curve(engine: EagleJaxEngine, asked: list[list[int]], rows: Sequence[int], 
         )
 
 
-def _wave_of(
+def _decode(
     engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation
 ) -> tuple[int, float, int]:
-    """(tokens after the first, seconds of decoding, cycles of the longest slot)."""
-    jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
-    programs = engine._programs_for(spec)
-    answers = Wave(programs, jobs, None, engine.slots).run()
+    """(tokens after the first, seconds of decoding, cycles of the longest slot), summed over the waves."""
+    programs, tokens, seconds, cycles = engine._programs_for(spec), 0, 0.0, 0
+    for jobs in _waves(asked, sampling, engine.slots):
+        stats = [answer.stats for answer in Wave(programs, jobs, None, engine.slots).run()]
+        tokens += sum(one.new_tokens - 1 for one in stats)
+        seconds += stats[0].decode_seconds
+        cycles += max(one.cycles for one in stats)
     programs.release()  # many trees are run: each would keep caches of its own
-    tokens = sum(answer.stats.new_tokens - 1 for answer in answers)
-    return tokens, answers[0].stats.decode_seconds, max(answer.stats.cycles for answer in answers)
+    return tokens, seconds, cycles
 
 
 def _ms_per_cycle(engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation) -> float:
-    _, seconds, cycles = _wave_of(engine, asked, sampling, spec)
+    _, seconds, cycles = _decode(engine, asked, sampling, spec)
     return 1e3 * seconds / max(cycles, 1)
 
 
@@ -196,7 +207,7 @@ def _confirm(
     chosen += [row for row in rows if row.num_steps == 0 and row not in chosen]
 
     def rate(row: Row) -> float:
-        tokens, seconds, _ = _wave_of(engine, asked, sampling, row.tree)
+        tokens, seconds, _ = _decode(engine, asked, sampling, row.tree)
         return tokens / seconds
 
     with told("the best few, run", len(chosen) * (CONFIRM_ROUNDS + 1)) as advance:
