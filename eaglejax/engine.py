@@ -297,6 +297,7 @@ class EagleJaxEngine:
         *,
         max_new_tokens: int = 64,
         temperature: Real = 0.8,
+        confirm: int = 3,
         store: bool = True,
         progress: Any = None,
     ) -> Tuning:
@@ -306,6 +307,7 @@ class EagleJaxEngine:
             prompts: as `generate` takes them, decoded in waves of the engine's slots; None: built-in ones.
             max_new_tokens: of each prompt's answer in the calibration.
             temperature: of the second class of requests; 0 leaves that out.
+            confirm: settings of each class to run beside plain decoding: the best three, further ones spread over the rest.
             store: keep it in the user's cache folder, where engines of the same pair on the same machine find it.
             progress: makes a context with a function to advance, from a title and a total, as the runner's bars are.
 
@@ -317,7 +319,9 @@ class EagleJaxEngine:
 
         given = default_prompts(self) if prompts is None else self.encode(prompts)
         was = self._adaptive.auto if self._adaptive is not None and isinstance(self.speculation, Auto) else None
-        tuning = tune(self, given, max_new_tokens=max_new_tokens, temperature=temperature, progress=progress)
+        tuning = tune(
+            self, given, max_new_tokens=max_new_tokens, temperature=temperature, confirm=confirm, progress=progress
+        )
         if store:
             tuning.save(stored_path(tuning.holds_for))
         assert self._adaptive is not None

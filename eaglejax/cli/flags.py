@@ -208,6 +208,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("max_new_tokens", "tokens of each answer of the calibration; default 64"),
         Flag("temperature", "of the second class of requests; default 0.8; 0 leaves it out"),
+        Flag(
+            "confirm",
+            "settings of each class to run beside plain decoding; default 3: the best; more: others, spread over the ranking",
+        ),
         Flag("out", "file to store the tuning in; default: the user's cache folder, where it is found again"),
         Flag("json", "the tuning as one JSON object on standard output", "switch"),
     ),

@@ -21,6 +21,7 @@ def main(flags: FlagValues) -> int:
     settings = read_settings(flags)
     try:
         tokens = whole_number("max_new_tokens", given(flags, "max_new_tokens") or 64, 1)
+        confirm = whole_number("confirm", given(flags, "confirm") or 3, 1)
         temperature = real_number("temperature", given(flags, "temperature") or 0.8, 0, 1e4)
     except EagleJaxError as error:
         raise UsageError(f"--{error}") from None
@@ -47,7 +48,14 @@ def main(flags: FlagValues) -> int:
     session = Session(replace(settings, tuning="none"), report=bool(flags["report"].value))
     engine = session.engine
     prompts = mixed_prompts(engine, names) if names else None
-    tuning = engine.tune(prompts, max_new_tokens=tokens, temperature=temperature, store=out is None, progress=progress)
+    tuning = engine.tune(
+        prompts,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        confirm=confirm,
+        store=out is None,
+        progress=progress,
+    )
     path = Path(out) if out is not None else stored_path(tuning.holds_for)
     if out is not None:
         tuning.save(path)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eaglejax.engine import EagleJaxEngine
 
 CHAIN_STEPS, TREE_STEPS, TOPK = 7, 5, 4  # of the widest trees of the calibration
-CONFIRMED, CONFIRM_ROUNDS = 3, 3  # settings of each class that are run; how often
+BEST, CONFIRM_ROUNDS = 3, 3  # settings of each class that are run in any case; how often
 MOST_TREES = 3  # of "auto": each is compiled
 HARDNESS = (0.5, 1.0, 2.0)  # texts for which "auto" gets the best tree: easier than the calibration's, like it, harder
 SETS = ("mt_bench", "gsm8k", "humaneval")
@@ -59,6 +59,7 @@ def tune(
     *,
     max_new_tokens: int = 64,
     temperature: Real = 0.8,
+    confirm: int = BEST,
     rows: Sequence[int] = ROWS,
     progress: Callable[[str, int], Any] | None = None,
 ) -> Tuning:
@@ -75,6 +76,7 @@ def tune(
     asked = engine.encode(list(prompts))
     asked = [asked[index % len(asked)] for index in range(-(-len(asked) // slots) * slots)]  # whole waves
     temperature = real_number("temperature", temperature, 0, 1e4)
+    confirm = whole_number("confirm", confirm, 1)
     told = progress or (lambda what, total: _silent())
     classes = {GREEDY: Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)}
     if temperature > 0:
@@ -86,7 +88,9 @@ def tune(
     most = min(pair.draft.config.draft_vocab_size, TOPK)
     wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
     predicted = {name: _predict(each.replayed(wanted), curve) for name, each in found.items()}
-    confirmed = {name: _confirm(engine, asked, found[name].sampling, predicted[name], told) for name in classes}
+    confirmed = {
+        name: _confirm(engine, asked, found[name].sampling, predicted[name], confirm, told) for name in classes
+    }
     trees = choose_trees([found[name].replayed(wanted) for name in classes], curve)
     auto = Auto(trees)
     with told("costs of the chosen trees", 1) as advance:
@@ -200,10 +204,12 @@ def _predict(replayed: dict[Speculation, Replayed], curve: CostCurve) -> list[Ro
 
 
 def _confirm(
-    engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, rows: list[Row], told: Progress
+    engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, rows: list[Row], confirm: int, told: Progress
 ) -> tuple[Row, ...]:
-    """The rows with the best few, and plain decoding, measured in turns."""
-    chosen = rows[:CONFIRMED]
+    """The rows with the best few, further ones spread over the rest, and plain decoding, measured in turns."""
+    chosen, rest = rows[: min(confirm, BEST)], rows[BEST:]
+    more = min(confirm - len(chosen), len(rest))
+    chosen += [rest[(2 * index + 1) * len(rest) // (2 * more)] for index in range(more)]
     chosen += [row for row in rows if row.num_steps == 0 and row not in chosen]
 
     def rate(row: Row) -> float:

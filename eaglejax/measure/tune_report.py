@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 from eaglejax.measure.tuning import Row, Tuning
@@ -20,8 +21,14 @@ def tune_report(tuning: Tuning, path: Path | None = None) -> str:
     for name, rows in tuning.rows.items():
         lines += ["", f"{name}: num_steps, topk, num_draft_tokens"]
         lines.append(f"  {'':12} {'tau':>6} {'ms/cycle':>9} {'predicted':>10} {'measured':>9}")
-        plain = [row for row in rows[SHOWN:] if row.num_steps == 0]
-        lines += [_line(row) for row in (*rows[:SHOWN], *plain)]
+        run = [row for row in rows if row.measured is not None]
+        plain = [row for row in rows[max(SHOWN, len(run)) :] if row.num_steps == 0]
+        lines += [_line(row) for row in (*rows[: max(SHOWN, len(run))], *plain)]
+        if run:
+            off = statistics.median(abs(row.predicted / (row.measured or 1) - 1) for row in run)
+            lines.append(
+                f"  predicted tokens/s differ from the measured ones by {100 * off:.1f} % (median of {len(run)} settings)"
+            )
         if rows[0].num_steps == 0:
             lines.append("  no draft is faster here")
     lines += [

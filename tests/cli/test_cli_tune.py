@@ -10,6 +10,7 @@ from eaglejax.cli.main import run
     [
         (("--max_new_tokens=none of it",), 2, "--max_new_tokens"),
         (("--temperature=-1",), 2, "--temperature"),
+        (("--confirm=0",), 2, "--confirm"),
         (("--prompts=mt_bank",), 1, "did you mean mt_bench"),
         (("--draft=none",), 1, "nothing to tune without a draft"),
         (("--num_steps=3",), 2, "num_steps"),
@@ -24,5 +25,5 @@ def test_refusals(capsys, flags, code, said):
 def test_help_names_every_flag(capsys):
     assert run(["tune", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in ("--prompts", "--out", "--max_new_tokens", "--temperature", "--tuning", "--slots"):
+    for flag in ("--prompts", "--out", "--max_new_tokens", "--temperature", "--confirm", "--tuning", "--slots"):
         assert flag in out
