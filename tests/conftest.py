@@ -14,9 +14,8 @@ FLAGS = [
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 ]
-if (
-    version("jaxlib") < "0.11"
-):  # the older emitters compile a third faster; later versions have them no more, and die of the flag
+# the older emitters compile a third faster; later versions have them no more, and die of the flag
+if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
@@ -24,7 +23,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# What is imported lives as long as the process: without this a tenth of the time goes into looking through it again and again.
+# What is imported lives as long as the process: without this the collector looks through it again and again.
 gc.freeze()
 gc.set_threshold(20_000, 20, 50)
 

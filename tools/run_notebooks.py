@@ -19,8 +19,6 @@ def run(path: Path, seconds: int) -> Any:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
     resources = {"metadata": {"path": str(FOLDER)}}
     NotebookClient(notebook, timeout=seconds, record_timing=False, coalesce_streams=True, resources=resources).execute()
     return notebook

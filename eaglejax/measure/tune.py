@@ -133,6 +133,7 @@ def _looking(engine: EagleJaxEngine) -> LookAhead:
 
 
 def _waves(asked: list[list[int]], sampling: Sampling, slots: int) -> list[list[Job]]:
+    """Requests that are decoded together; request i draws with seed i."""
     jobs = [Job(prompt, sampling, index, ()) for index, prompt in enumerate(asked)]
     return [jobs[first : first + slots] for first in range(0, len(jobs), slots)]
 

@@ -14,16 +14,14 @@ from eaglejax.models.moe import watched
 def traced_once(layer: nnx.Module, *arguments: Any) -> Any:
     """layer(*arguments) inside a program that is being traced.
 
-    jax keeps the trace by the layer's structure and the shapes, also for other programs; XLA inlines the call, so the compiled program is
-    the same. What a trace hands out on the side (`moe.watching_routers`) would come once and not for every layer, so then all are traced.
+    jax keeps the trace by the layer's structure and the shapes, also for other programs; XLA inlines the call. What a trace hands out on
+    the side (`moe.watching_routers`) would come once and not for every layer, so then all are traced.
     """
     if watched() is not None:
         return layer(*arguments)
-    graph, state = nnx.split(layer)
-    leaves, tree = jax.tree.flatten(state)
-    return _run(graph, tree, leaves, arguments)
+    return _run(*nnx.split(layer), arguments)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(graph, tree, leaves, arguments):
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))(*arguments)
+@partial(jax.jit, static_argnums=0)
+def _run(graph, state, arguments):
+    return nnx.merge(graph, state)(*arguments)

@@ -30,7 +30,8 @@ def test_any_number_of_heads_and_experts(tmp_path, heads, kv_heads, experts, sai
     config = QWEN | dict(num_attention_heads=heads, num_key_value_heads=kv_heads, num_experts=experts)
     folder = write(tmp_path / "target", config)
     first, *_ = assert_same(folder, meshes, atol=1e-5)
-    assert said in str(first.load_report) or meshes != ("model=8",)
+    if meshes == ("model=8",):
+        assert said in str(first.load_report)
 
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=3", pytest.param("model=5", marks=pytest.mark.slow)])
