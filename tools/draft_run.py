@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from prompt_sets import read_prompts
-from sample_answers import NEW_TOKENS, SIZES, Sampler, waves
+from sample_answers import NEW_TOKENS, SIZES, Sampler, load_documents, save_documents, waves
 from weight_parts import load_parts, save_parts
 
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.checkpoint.source import resolve
 from eaglejax.checkpoint.target_loader import load_target
 from eaglejax.load_report import LoadReport
-from eaglejax.models.config import DraftConfig
+from eaglejax.models.config import DenseConfig, DraftConfig
 from eaglejax.training import trainer
 from eaglejax.training.data import Document, draft_vocabulary, pack
 from eaglejax.training.export import file_bytes, write_draft
@@ -49,7 +50,7 @@ class Run:
         report = LoadReport()
         self.target = load_target(resolve(args.target).path, dtype=args.dtype, report=report)
         self.log(str(report))
-        self.before = load_parts(Path(args.start)) if args.start else None
+        self.before = self.earlier(Path(args.start)) if args.start else None
         self.captures = self.wanted_captures()
         self.shape = self.wanted_shape()
         self.check_size()
@@ -59,6 +60,18 @@ class Run:
 
     def log(self, line: str) -> None:
         print(f"[{time.time() - self.began:7.1f}] {line}", flush=True)
+
+    def earlier(self, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Weights and facts that the run goes on from: an earlier run's folder, or a draft's."""
+        if not (folder / "config.json").exists():
+            return load_parts(folder)
+        draft = read_draft(folder, dtype="float32", target=self.target, report=LoadReport()).draft
+        config = draft.config
+        mlp = config.layers[0].mlp
+        assert isinstance(mlp, DenseConfig)
+        facts = {"target_ids": np.asarray(draft.target_ids[...]), "mlp": np.asarray(mlp.width)}
+        facts |= {"boundaries": np.asarray(config.boundaries), "head": np.asarray("own" if config.own_head else "target")}
+        return {path: np.asarray(value) for path, value in trained_weights(draft).items()}, facts
 
     def wanted_shape(self) -> dict:
         """Head, MLP width and vocabulary: those of the flags, or of the weights that the run goes on from."""
@@ -95,8 +108,17 @@ class Run:
             raise SystemExit(f"the export would take {size} bytes, more than {LARGEST_EXPORT}: choose a smaller shape")
 
     def sample(self) -> list[Document]:
-        """Training answers for --sample-seconds."""
+        """Training answers: those of --answers, and fresh ones for --sample-seconds."""
         rng = np.random.default_rng(self.args.seed)
+        stored = [document for file in self.args.answers for document in load_documents(Path(file))]
+        if stored:
+            self.log(f"{len(stored)} answers of earlier runs")
+        fresh = self.sample_fresh(rng) if self.args.sample_seconds > 0 else []
+        if self.args.keep_answers:
+            save_documents(Path(self.args.keep_answers), fresh)
+        return stored + fresh
+
+    def sample_fresh(self, rng) -> list[Document]:
         documents: list[Document] = []
         began = time.time()
         for size, prompts, heat in waves(self.prompts["train"], self.sampler, self.args.temperature, rng):
@@ -179,13 +201,28 @@ class Run:
         head = trainer.target_head(self.target)
         frozen = trainer.Frozen(self.target.embedding.weight[...], head, jnp.asarray(target_ids))
         settings = trainer.TrainSettings(
-            rate=args.rate, unroll=args.unroll, compute_dtype=args.dtype, objective=args.objective
+            rate=args.rate,
+            unroll=args.unroll,
+            compute_dtype=args.dtype,
+            objective=args.objective,
+            optimiser=args.optimiser,
         )
         rng = np.random.default_rng(args.seed + 1)
         rows = rng.permutation(text.tokens.shape[0])
         batches = [rows[i : i + args.batch] for i in range(0, len(rows) - args.batch + 1, args.batch)] or [rows]
         first = self.first(config, head, target_ids, self.batch(text, batches[0]))
-        best = self.loop(trainer.start(first, settings), frozen, config, settings, text, batches, texts, rng)
+        go = lambda first, settings, seconds: self.loop(
+            trainer.start(first, settings), frozen, config, settings, text, batches, texts, rng, seconds
+        )
+        if args.trial_seconds:
+            trials = {}
+            for name in trainer.OPTIMISERS:
+                self.log(f"trial of {name}")
+                trials[name] = go(first, replace(settings, optimiser=name), lambda: args.trial_seconds)
+            name = max(trials, key=lambda one: trials[one][0])
+            self.log(f"trials: {', '.join(f'{one} {tau:.3f}' for one, (tau, _) in trials.items())}; goes on with {name}")
+            settings, first = replace(settings, optimiser=name), trials[name][1]
+        _, best = go(first, settings, self.seconds)
         self.export(best, config, frozen, settings, texts)
 
     def first(self, config, head, target_ids, text: Text) -> dict[str, np.ndarray]:
@@ -205,10 +242,13 @@ class Run:
         left = self.args.total_seconds - (time.time() - self.began) if self.args.total_seconds else np.inf
         return max(1.0, min(self.args.train_seconds, left))
 
-    def loop(self, state, frozen, config, settings, text, batches, texts, rng) -> dict[str, np.ndarray]:
-        """Steps until the time is over, evaluated every --every seconds and at the end. Returns the best weights."""
+    def loop(
+        self, state, frozen, config, settings, text, batches, texts, rng, allowed: Callable[[], float]
+    ) -> tuple[float, dict[str, np.ndarray]]:
+        """Steps until the `allowed` seconds are over, evaluated every --every seconds and at the end. Returns the best
+        held-out tau and its weights."""
         args, step, epoch, best = self.args, 0, 0, (-1.0, {})
-        began, told, seconds = time.time(), time.time(), self.seconds()
+        began, told, seconds = time.time(), time.time(), allowed()
         curve = (self.out / "curve.csv").open("a", newline="", encoding="utf-8")
         writer = csv.writer(curve)
         order: list[int] = []
@@ -225,7 +265,7 @@ class Run:
             step += 1
             if step == 1:
                 jax.block_until_ready(state.weights)
-                began, told, seconds = time.time(), time.time(), self.seconds()
+                began, told, seconds = time.time(), time.time(), allowed()
                 self.log(f"first step done; training for {seconds:.0f} s")
             if step % 20 == 0:
                 seen = [step, epoch, round(time.time() - began, 1), round(float(figures.loss), 4)]
@@ -246,7 +286,7 @@ class Run:
                 told = time.time()
             if over:
                 curve.close()
-                return best[1]
+                return best
 
     def save(self, weights, target_ids, step: int) -> None:
         facts = {"target_ids": np.asarray(target_ids), "mlp": np.asarray(self.shape["mlp"])}

@@ -18,6 +18,7 @@ import argparse
 from pathlib import Path
 
 from eaglejax.training.losses import OBJECTIVES
+from eaglejax.training.trainer import OPTIMISERS
 
 
 def export(args) -> None:
@@ -67,17 +68,21 @@ def parse() -> argparse.Namespace:
     two.add_argument("--target", default="smollm2")
     two.add_argument("--prompts", required=True, help="file made by `prepare`")
     two.add_argument("--out", required=True)
-    two.add_argument("--start", default="", help="--out folder of an earlier run, to go on from its weights")
+    two.add_argument("--start", default="", help="--out folder of an earlier run, or a draft, to go on from its weights")
     two.add_argument("--head", choices=("own", "target"), help="own: trained and exported (default); target: borrowed")
     two.add_argument("--mlp", type=int, help="width of the draft's MLP (default 768)")
     two.add_argument("--vocab", type=int, help="draft vocabulary (default 5248)")
     two.add_argument("--boundaries", help="captures of a fresh draft, such as 3,16,28 (default 2, L // 2, L - 3)")
     two.add_argument("--objective", choices=OBJECTIVES, default="entropy")
+    two.add_argument("--optimiser", choices=OPTIMISERS, default="adamw")
+    two.add_argument("--trial-seconds", type=float, default=0, help="try each optimiser so long, go on with the better")
     two.add_argument("--dtype", default="bfloat16")
     two.add_argument("--seed", type=int, default=1)
     two.add_argument("--places", type=int, default=1_080_000, help="cache places of one sampling batch")
     two.add_argument("--temperature", type=float, default=0.8)
     two.add_argument("--sample-seconds", type=float, default=120)
+    two.add_argument("--answers", nargs="*", default=[], help="files of --keep-answers to train on as well")
+    two.add_argument("--keep-answers", default="", help="file for the fresh answers")
     two.add_argument("--train-seconds", type=float, default=300)
     two.add_argument("--total-seconds", type=float, default=0, help="training ends by then, counted from the start")
     two.add_argument("--every", type=float, default=60, help="seconds between evaluations")

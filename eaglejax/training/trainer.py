@@ -24,6 +24,8 @@ from eaglejax.training.losses import Objective
 from eaglejax.training.ttt import Text, causal_within, teach, ttt
 from eaglejax.training.weights import EMBEDDING, HEAD, rebuild
 
+OPTIMISERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -33,6 +35,8 @@ class TrainSettings:
     accumulate: batches whose mean gradient makes one optimiser step.
     warmup: share of the run over which the rate rises. final: share of the peak rate at the end of the cosine.
     objective: the loss of a place (`losses.vocabulary_loss`).
+    optimiser: "adamw", or "muon": matrices move along their momentum made orthogonal (Jordan et al. 2024), with updates of
+        the size that Adam's have (arXiv:2502.16982), so that the same rates serve both; vectors by Adam.
     """
 
     unroll: int = 7
@@ -46,6 +50,7 @@ class TrainSettings:
     compute_dtype: str = "bfloat16"
     accumulate: int = 1
     objective: Objective = "entropy"
+    optimiser: str = "adamw"
 
     def rate_at(self, progress: float) -> float:
         """The learning rate at a share of the run in [0, 1]: linear rise, then cosine."""
@@ -118,10 +123,26 @@ def _target_features(target: Target, tokens, positions, segments, boundaries: tu
     return jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden)
 
 
+def _matrices(tree: Any) -> Any:
+    """Which axes of a parameter make a matrix: the last two; one before them numbers matrices side by side."""
+    axes = lambda x: optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2) if x.ndim > 1 else None
+    return jax.tree.map(axes, tree)
+
+
+def _direction(settings: TrainSettings) -> optax.GradientTransformation:
+    b1, b2 = settings.betas
+    if settings.optimiser == "adamw":
+        return optax.scale_by_adam(b1=b1, b2=b2)
+    muon = optax.contrib.muon(
+        1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices
+    )
+    return optax.chain(muon, optax.scale(-1.0))  # the rate, and the sign of a descent, are applied by the step
+
+
 def _optimiser(settings: TrainSettings) -> optax.GradientTransformation | optax.MultiSteps:
     every_step = optax.chain(
         optax.clip_by_global_norm(settings.clip),
-        optax.scale_by_adam(b1=settings.betas[0], b2=settings.betas[1]),
+        _direction(settings),
         optax.add_decayed_weights(settings.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     )
     return every_step if settings.accumulate == 1 else optax.MultiSteps(every_step, settings.accumulate)
