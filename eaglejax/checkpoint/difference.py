@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eaglejax.errors import ConfigError
+from eaglejax.models.capture import MANIFEST_KEY
 
-KEY = "eaglejax"
 FORM = "int8-rows"
 FAMILY = "glm4_moe"
 FILE = "model.safetensors"
@@ -115,5 +115,5 @@ def difference_config(
         "n_group": 1,
         "topk_group": 1,
         **tokens,
-        KEY: {"base": name, "difference": FORM},
+        MANIFEST_KEY: {"base": name, "difference": FORM},
     }

@@ -21,11 +21,14 @@ from eaglejax.checkpoint.difference import (
     scale_name,
     stored_name,
 )
+from eaglejax.checkpoint.difference_compose import moe_layers
 from eaglejax.checkpoint.durable import TEMPORARY, sync, write_json
 from eaglejax.checkpoint.finite import finite
 from eaglejax.checkpoint.safetensors_writer import write_file
 from eaglejax.checkpoint.tensors import DTYPES, TensorInfo
 from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.models.config import MoEConfig
+from eaglejax.models.target_config import read_target_config
 
 ROUTER_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -108,21 +111,23 @@ def _arrays(
     if router_dtype not in ROUTER_DTYPES:
         expected = " or ".join(ROUTER_DTYPES)
         raise ConfigError("is not supported", where="router_dtype", found=repr(router_dtype), expected=expected)
-    wanted = range(config["first_k_dense_replace"], config["num_hidden_layers"])
+    target = read_target_config(config, where="config").config
+    wanted = moe_layers(target)
     if sorted(layers) != list(wanted):
-        expected = f"{wanted.start} to {wanted.stop - 1}, the MoE layers of the config"
+        expected = f"{list(wanted)}, the MoE layers of the config"
         raise ConfigError("other layers than the config's", where="layers", found=sorted(layers), expected=expected)
-    count, width, hidden = (config[key] for key in ("n_routed_experts", "moe_intermediate_size", "hidden_size"))
-    shapes = {
-        "router": (count, hidden),
-        "correction": (count,),
-        "gate": (count, width, hidden),
-        "up": (count, width, hidden),
-        "down": (count, hidden, width),
-    }
     dtype = DTYPES[ROUTER_DTYPES[router_dtype]]
     arrays: dict[str, np.ndarray] = {}
     for index in wanted:
+        moe, hidden = target.layers[index].mlp, target.hidden_size
+        assert isinstance(moe, MoEConfig)
+        shapes = {
+            "router": (moe.experts, hidden),
+            "correction": (moe.experts,),
+            "gate": (moe.experts, moe.width, hidden),
+            "up": (moe.experts, moe.width, hidden),
+            "down": (moe.experts, hidden, moe.width),
+        }
         layer = {
             part: _checked(getattr(layers[index], part), shapes[part], f"layer {index}: {part}") for part in shapes
         }
