@@ -97,7 +97,7 @@ def convert(
     goal = _checked_target(Path(target).expanduser(), found)
     plain = _open(found)
     reader, config = _quantised(plain, found.folder, quantize)
-    companions, left_out = _companions(found, {info.file.name for info in plain.tensors.values()})
+    companions, left_out = _companions(found, {info.file.name for info in plain.tensors.values()}, plain.text_folder)
     settings = {"to": to, "max_bytes": max_bytes, "quantize": quantize or ""}
     job = _Job(
         goal=goal,
@@ -184,7 +184,15 @@ def _open(source: Source) -> CheckpointReader:
             where=source.path,
             expected="the checkpoint in Hugging Face format that it was made from",
         )
-    return open_checkpoint(source.path)
+    reader = open_checkpoint(source.path)
+    if reader.gguf_tokenizer is not None:
+        raise CheckpointError(
+            "a difference on a GGUF file is not converted: the base's weights would have to be widened, and its tokenizer"
+            " rebuilt",
+            where=source.path,
+            expected="a difference on a base in Hugging Face format",
+        )
+    return reader
 
 
 def _quantised(
@@ -192,8 +200,8 @@ def _quantised(
 ) -> tuple[CheckpointReader, dict[str, Any] | None]:
     """The tensors to write, and the config.json that must replace the source's."""
     if kind is None:
-        return plain, None
-    config = check_quantise(kind, folder)
+        return plain, plain.hf_config
+    config = check_quantise(kind, folder, plain.hf_config)
     reader = QuantisedReader(plain, kind)
     return reader, quantised_config(config, reader)
 
@@ -263,13 +271,15 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _companions(source: Source, read: set[str]) -> tuple[list[Path], tuple[str, ...]]:
-    """The files that go along with the weights, and the names of what stays behind."""
+def _companions(source: Source, read: set[str], text: Path | None) -> tuple[list[Path], tuple[str, ...]]:
+    """The files that go along with the weights, and the names of what stays behind. `text`: the folder of a base, whose
+    tokenizer goes along too."""
     own = (RECORD, orbax_folder.MANIFEST)
+    there = {path.name for path in source.folder.iterdir()}
+    base = [] if text is None else [path for path in _known(text, own) if path.name not in there]
     if source.kind != "folder":
-        files = {path for pattern in COMPANIONS for path in source.folder.glob(pattern) if path.is_file()}
-        return sorted(path for path in files if path.name not in own and not path.name.endswith(WEIGHTS)), ()
-    taken, left = [], []
+        return base + _known(source.folder, own), ()
+    taken, left = base, []
     for path in sorted(source.folder.iterdir()):
         if path.name.startswith(".") or path.name in own or path.name in read:
             continue
@@ -278,6 +288,12 @@ def _companions(source: Source, read: set[str]) -> tuple[list[Path], tuple[str, 
         elif not path.name.endswith(".index.json"):
             left.append(path.name)
     return taken, tuple(left)
+
+
+def _known(folder: Path, own: tuple[str, ...]) -> list[Path]:
+    """The files of a folder, which may hold anything, that belong to a model."""
+    files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if path.name not in own and not path.name.endswith(WEIGHTS))
 
 
 def _copy(files: Iterable[Path], folder: Path) -> None:

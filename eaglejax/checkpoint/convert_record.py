@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Record:
         max_bytes: bytes of a group or a file at most.
         quantize: "int8", "int4", or "" for every tensor as it is.
         tensors: sha256 over the names, shapes, dtypes and places of all tensors, from the files' headers.
-        files: (bytes, time of the last change in ns) of every file of the source that is read, by its name.
+        files: (bytes, time of the last change in ns) of every file of the source that is read, by its name; of files of
+            one name in two folders (a difference and its base), by the whole path.
     """
 
     to: str
@@ -64,11 +66,14 @@ def make_record(
     files: dict[str, tuple[int, int]] = {}
     for name, info in sorted(reader.tensors.items()):
         table.update(json.dumps([name, info.shape, info.dtype, info.file.name, info.offset]).encode())
-    for path in {info.file for info in reader.tensors.values()}.union(companions):
+    paths = {info.file for info in reader.tensors.values()}.union(companions)
+    names = Counter(path.name for path in paths)
+    for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 status = file.stat()
-                files[file.relative_to(path.parent).as_posix()] = (status.st_size, status.st_mtime_ns)
+                name = file.resolve() if names[path.name] > 1 else file.relative_to(path.parent)
+                files[name.as_posix()] = (status.st_size, status.st_mtime_ns)
     return Record(to, max_bytes, quantize, table.hexdigest(), dict(sorted(files.items())))
 
 

@@ -170,15 +170,18 @@ def pack(values: Int[np.ndarray, "out width"]) -> Int[np.ndarray, "out words"]:
     return np.bitwise_or.reduce(nibbles << shifts, axis=-1).view(np.int32)
 
 
-def check_quantise(kind: str, folder: Path) -> dict[str, Any]:
+def check_quantise(kind: str, folder: Path, config: dict[str, Any] | None = None) -> dict[str, Any]:
     """config.json of a checkpoint that can be quantised.
+
+    Arguments:
+        config: where it is not the one in `folder` (`CheckpointReader.hf_config`).
 
     Raises:
         ConfigError: an unknown kind, no qwix, or a checkpoint that is quantised already. CheckpointError: no config.
     """
     if kind not in KINDS:
         raise ConfigError("unknown", where="quantize", found=repr(kind), expected=" or ".join(KINDS))
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json") if config is None else config
     for values in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key in ("quantization_config", "compression_config"):
             if values.get(key):

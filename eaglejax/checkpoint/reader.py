@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eaglejax.checkpoint import gguf_file, orbax_folder, torch_bin
 from eaglejax.checkpoint.convert_record import refuse_unfinished
+from eaglejax.checkpoint.difference_base import difference_folder, find_base
 from eaglejax.checkpoint.json_file import read_index
 from eaglejax.checkpoint.pointer import FETCH_AGAIN
 from eaglejax.checkpoint.safetensors_file import read_header
@@ -20,8 +21,8 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safeten
 
 
 def open_checkpoint(path: str | Path) -> CheckpointReader:
-    """Opens a Hugging Face folder, an Orbax folder that `eaglejax convert` made, a .safetensors file or a .gguf file;
-    reads headers only.
+    """Opens a Hugging Face folder, an Orbax folder that `eaglejax convert` made, a difference beside the config that names
+    its base, a .safetensors file or a .gguf file; reads headers only.
 
     A folder may hold model.safetensors, shards with or without model.safetensors.index.json, a single .safetensors file
     of another name, or, where it has none of these, pytorch_model.bin (whole or with its index).
@@ -37,7 +38,7 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
     if path.suffix == ".gguf":
         return gguf_file.open_gguf(path)
     if path.suffix == ".safetensors":
-        return _join(path, [path])
+        return _open_difference(path) or _join(path, [path])
     if path.suffix in (".bin", ".pt", ".pth"):
         return torch_bin.open_torch(path, [path])
     raise CheckpointError(
@@ -49,6 +50,8 @@ def _open_folder(folder: Path) -> CheckpointReader:
     refuse_unfinished(folder)
     if orbax_folder.is_orbax_folder(folder):
         return orbax_folder.open_orbax(folder)
+    if (difference := _open_difference(folder)) is not None:
+        return difference
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() and index.exists() and set(read_index(index).values()) != {single.name}:
         raise CheckpointError(
@@ -68,6 +71,20 @@ def _open_folder(folder: Path) -> CheckpointReader:
     if files:
         return _join(folder, _unlisted(folder, files))
     return _open_other(folder)
+
+
+def _open_difference(path: Path) -> CheckpointReader | None:
+    """The difference that a folder or its file of weights is, over its base; None where it is none."""
+    folder = difference_folder(path)
+    if folder is None:
+        return None
+    # these read configs as models do, which takes jax
+    from eaglejax.checkpoint.difference_compose import compose
+    from eaglejax.checkpoint.difference_reader import DifferenceReader
+
+    name, source = find_base(folder)
+    base = open_checkpoint(source.path)
+    return DifferenceReader(folder, compose(folder, name, source, base), source, base)
 
 
 def _open_other(folder: Path) -> CheckpointReader:

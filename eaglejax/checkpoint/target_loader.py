@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from eaglejax.checkpoint.choice import choose, packings, quantisable
+from eaglejax.checkpoint.difference_base import difference_folder
 from eaglejax.checkpoint.json_file import read_config, read_generation_config
 from eaglejax.checkpoint.quantised import Quantisation, find_quantisation
 from eaglejax.checkpoint.reader import CheckpointReader, open_checkpoint
@@ -32,7 +33,8 @@ BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(masked_b
 
 
 def load_target(folder: str | Path, *, dtype: DTypeLike = "float32", report: LoadReport | None = None) -> Target:
-    """A target from a Hugging Face folder, a .safetensors file beside its config.json, or a .gguf file.
+    """A target from a Hugging Face folder, a .safetensors file beside its config.json, a difference beside the config that
+    names its base, or a .gguf file.
 
     Arguments:
         dtype: "float32" or "bfloat16"; all weights are cast to it except routers, which stay float32.
@@ -55,17 +57,16 @@ def open_target(folder: str | Path) -> tuple[TargetReading, CheckpointReader]:
     `load_target`."""
     path = Path(folder)
     base = path if path.is_dir() else path.parent
-    if path.suffix == ".gguf":
+    where, reader = path if path.suffix == ".gguf" else base / "config.json", None
+    if path.suffix == ".gguf" or difference_folder(path) is not None:
         reader = open_checkpoint(path)
         values, generation = reader.hf_config or {}, {}
     else:
         # the config first: an unknown family is the better message where both are wrong
         values, generation = read_config(base), read_generation_config(base)
-    where = path if path.suffix == ".gguf" else base / "config.json"
     reading = read_target_config(values, where=where, generation=generation)
     find_quantisation(reading.quantisation)
-    reader = open_checkpoint(path) if path.suffix != ".gguf" else reader  # pyright: ignore[reportPossiblyUnbound]
-    return reading, reader
+    return reading, open_checkpoint(path) if reader is None else reader
 
 
 def check_target(reading: TargetReading, reader: CheckpointReader) -> dict[str, Recipe]:
@@ -136,6 +137,8 @@ def _report(
     report.note(
         SECTION, f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}, from {reader.path}"
     )
+    for line in reader.notes:
+        report.note(SECTION, line)
     report.note(SECTION, f"weights {', '.join(stored)} in the file, {dtype} here (routers float32)")
     _report_quantised(find_quantisation(reading.quantisation), chosen, dtype, report)
     if config.tie_embeddings:

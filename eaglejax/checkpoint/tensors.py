@@ -69,9 +69,11 @@ class CheckpointReader:
         path: folder or file that was opened.
         tensors: every tensor by its Hugging Face name.
         metadata: the files' own notes.
-        hf_config: the model's config in the keys of a config.json, where the file itself carries it (GGUF), else None.
+        hf_config: the model's config in the keys of a config.json, where the reader itself carries it (GGUF, a difference
+            on a base), else None.
         gguf_tokenizer: the tokenizer of a GGUF file, else None.
-        bytes_read: bytes of tensors that were read so far.
+        text_folder: where the tokenizer's files lie if not beside the weights, else None.
+        notes: lines for the load report.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None):
@@ -80,8 +82,15 @@ class CheckpointReader:
         self.metadata: dict[str, str] = dict(metadata or {})
         self.hf_config: dict | None = None
         self.gguf_tokenizer: dict | None = None
-        self.bytes_read = 0
+        self.text_folder: Path | None = None
+        self.notes: tuple[str, ...] = ()
+        self._bytes_read = 0
         self._lock = threading.Lock()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return self._bytes_read
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
         """The whole tensor, a fresh array in the dtype of its `TensorInfo`; only its own bytes are read."""
@@ -125,7 +134,7 @@ class CheckpointReader:
     def count_bytes(self, count: int) -> None:
         """Adds to `bytes_read`; several threads may read at once."""
         with self._lock:
-            self.bytes_read += count
+            self._bytes_read += count
 
     def info(self, name: str) -> TensorInfo:
         """The table's entry of `name`; a CheckpointError where there is none."""

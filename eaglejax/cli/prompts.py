@@ -59,6 +59,7 @@ def require_tokenizer(model: str, where: str) -> None:
     Raises PromptError, or CheckpointError and ConfigError where the model is not there or is no target at all.
     """
     from eaglejax.checkpoint.builtin import builtin_names
+    from eaglejax.checkpoint.difference_base import difference_folder
     from eaglejax.checkpoint.reader import open_checkpoint
     from eaglejax.checkpoint.source import resolve
     from eaglejax.text.tokenizer import has_tokenizer
@@ -66,7 +67,9 @@ def require_tokenizer(model: str, where: str) -> None:
     if model in builtin_names():
         return
     source = resolve(model)
-    reader = open_checkpoint(source.path) if source.kind == "gguf" else None
+    # these have the tokenizer elsewhere than beside the weights
+    elsewhere = source.kind == "gguf" or difference_folder(source.path) is not None
+    reader = open_checkpoint(source.path) if elsewhere else None
     if has_tokenizer(source.folder, reader):
         return
     from eaglejax.checkpoint.target_loader import open_target

@@ -17,7 +17,7 @@ def has_tokenizer(source: Any, reader: Any = None) -> bool:
     """Whether `load_tokenizer` would find a tokenizer to load: models without one take token ids only."""
     if _gguf(source, reader) is not None:
         return True
-    folder = _folder(source)
+    folder = _folder(source, reader)
     return folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
 
 
@@ -27,7 +27,7 @@ def load_tokenizer(source: Any, reader: Any = None) -> Tokenizer:
     Arguments:
         source: a checkpoint folder holding tokenizer.json (preferred) or tiktoken.model; or a checkpoint reader, or
             the dict of tokenizer entries of a GGUF file.
-        reader: a checkpoint reader; where its `gguf_tokenizer` is set, that is used.
+        reader: a checkpoint reader; where its `gguf_tokenizer` or its `text_folder` is set, that is used.
 
     Raises CheckpointError naming the file at fault, or the files found where there is no tokenizer.
     """
@@ -35,7 +35,7 @@ def load_tokenizer(source: Any, reader: Any = None) -> Tokenizer:
     if gguf is not None:
         where = getattr(reader, "path", None) or getattr(source, "path", None) or "GGUF"
         return gguf_tokenizer.load(gguf, where)
-    folder = _folder(source)
+    folder = _folder(source, reader)
     if folder is None or not folder.is_dir():
         raise CheckpointError("not a checkpoint folder", where="tokenizer", found=repr(source))
     if (folder / "tokenizer.json").is_file():
@@ -55,7 +55,11 @@ def _gguf(source: Any, reader: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def _folder(source: Any) -> Path | None:
+def _folder(source: Any, reader: Any) -> Path | None:
+    for holder in (reader, source):
+        folder = getattr(holder, "text_folder", None)
+        if folder is not None:
+            return folder
     path = source if isinstance(source, (str, Path)) else getattr(source, "path", None)
     return None if path is None else Path(path)
 

@@ -68,7 +68,6 @@ def main(folder: str, fault: str = "") -> None:
     before, watch = resident(), Peak()
     watch.start()
     kept = [reader.read(name) for name in reader.tensors] if fault == "whole" else []
-    reader.bytes_read = 0
     stats = streaming.fill(model, chosen, reader, mesh)
     del kept
     watch.on = False

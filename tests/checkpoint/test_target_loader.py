@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from eaglejax.checkpoint.reader import CheckpointReader
 from eaglejax.checkpoint.target_loader import load_target
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.load_report import LoadReport
@@ -41,17 +40,6 @@ def reported(folder: Path) -> str:
     report = LoadReport()
     load_target(folder, report=report)
     return str(report)
-
-
-@pytest.fixture
-def nothing_read(monkeypatch):
-    """Whoever reads a tensor's values fails: refusals come from config and headers alone."""
-
-    def read(self, name, *_, **__):
-        raise AssertionError(f"{name} was read before the refusal")
-
-    monkeypatch.setattr(CheckpointReader, "read", read)
-    monkeypatch.setattr(CheckpointReader, "read_block", read)
 
 
 def set_to(name, value):
