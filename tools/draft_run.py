@@ -111,6 +111,7 @@ class Run:
         """Training answers: those of --answers, and fresh ones for --sample-seconds."""
         rng = np.random.default_rng(self.args.seed)
         stored = [document for file in self.args.answers for document in load_documents(Path(file))]
+        stored = stored[: self.args.most_answers or None]
         if stored:
             self.log(f"{len(stored)} answers of earlier runs")
         fresh = self.sample_fresh(rng) if self.args.sample_seconds > 0 else []
@@ -253,7 +254,7 @@ class Run:
         writer = csv.writer(curve)
         order: list[int] = []
         while True:
-            gone = (time.time() - began) / seconds
+            gone = max((time.time() - began) / seconds, step / args.max_steps if args.max_steps else 0)
             if not order:
                 order, epoch = list(rng.permutation(len(batches))), epoch + 1
             key = int(order.pop())
@@ -273,7 +274,7 @@ class Run:
                 writer.writerow(["train", *seen])
                 if step % 200 == 0:
                     self.log(f"step {step} epoch {epoch} loss {seen[3]} norm {seen[4]} acc {seen[5:]}")
-            over = gone >= 1 or (args.max_steps and step >= args.max_steps)
+            over = gone >= 1 or bool(args.max_steps and step >= args.max_steps)
             if over or time.time() - told > args.every:
                 taus = self.evaluate(state.weights, frozen, config, settings, texts)
                 writer.writerows(["tau", step, name, *pair] for name, pair in taus.items())

@@ -5,7 +5,7 @@
     export    kept weights -> the shipped folder: int8 weights, config.json                 (a CPU, seconds)
 
 `train` works by the clock: it samples for --sample-seconds, trains for --train-seconds, and the learning rate
-follows the share of the time that is gone. --total-seconds ends the training early where all before took longer.
+follows the share of the time that is gone, or of --max-steps where that is ahead. --total-seconds ends the training early where all before took longer.
 It leaves in --out: weights-N.npz (bfloat16, the best by held-out tau), draft/ (the same in int8, to be loaded),
 curve.csv (lines `train`: step, epoch, seconds, loss, gradient norm, accuracy of each unrolled step; lines `tau`: step,
 set, tau of the chains of 3 and 7) and answers.json. --start goes on from such a folder, with fresh answers of another
@@ -82,6 +82,7 @@ def parse() -> argparse.Namespace:
     two.add_argument("--temperature", type=float, default=0.8)
     two.add_argument("--sample-seconds", type=float, default=120)
     two.add_argument("--answers", nargs="*", default=[], help="files of --keep-answers to train on as well")
+    two.add_argument("--most-answers", type=int, default=0, help="take so many of --answers (0: all)")
     two.add_argument("--keep-answers", default="", help="file for the fresh answers")
     two.add_argument("--train-seconds", type=float, default=300)
     two.add_argument("--total-seconds", type=float, default=0, help="training ends by then, counted from the start")

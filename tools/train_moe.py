@@ -4,7 +4,8 @@
 
 TEXTS is made by gather_moe_text.py, prompts.npz by `train_first_draft.py prepare`. The base stays as it is. The text is
 of several kinds, and answers of the base itself at temperature 1 to the training prompts (whose best model is the base:
-they keep its manners). Down projections start at zero, so step 0 is the base. Routers: sigmoid scores, a correction
+they keep its manners). Down projections start at zero, so step 0 is the base. A second loss, on a quarter of the rows, keeps
+experts apart: served to a token that did not choose them, they shall be worse than none. Routers: sigmoid scores, a correction
 that evens the load (arXiv:2408.15664) and no auxiliary loss. It works by the clock, and leaves in --out: weights-N.npz
 (bfloat16), curve.csv and report.json, measured with the weights as they are shipped (int8).
 """
@@ -29,6 +30,9 @@ from prompt_sets import read_prompts
 from sample_answers import SIZES, Sampler
 from weight_parts import load_parts, save_parts
 
+from eaglejax.checkpoint.difference import difference_config
+from eaglejax.checkpoint.difference_writer import RoutedLayer, write_difference
+from eaglejax.checkpoint.reader import open_checkpoint
 from eaglejax.checkpoint.source import resolve
 from eaglejax.checkpoint.target_loader import load_target
 from eaglejax.load_report import LoadReport
@@ -80,6 +84,16 @@ def rounded(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return out
 
 
+def without(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The routed part zeroed: the base."""
+    return weights | {"down": jnp.zeros_like(weights["down"])}
+
+
+def exchanged(weights: dict[str, jax.Array], shift: int | jax.Array) -> dict[str, jax.Array]:
+    """Every router's choice served by the expert `shift` places before the chosen one."""
+    return weights | {name: jnp.roll(weights[name], shift, axis=1) for name in ("gate", "up", "down")}
+
+
 def routed(layer: dict[str, jax.Array], correction, x, topk: int):
     """What the experts add to rows [n, d], and the share of choices of each expert [e]."""
     scores = jax.nn.sigmoid(jnp.einsum("nd,ed->ne", x.astype(jnp.float32), layer["router"], precision="highest"))
@@ -128,7 +142,7 @@ def states(target: Target, weights, corrections, batch: Batch, shape: Shape):
 
 
 def nats(target: Target, hidden, batch: Batch):
-    """Cross-entropy summed over the places that have a next token in their document, and their count."""
+    """Cross-entropy summed over the places that have a next token in their document, and their count, by chunks of rows."""
     head = target.embedding.weight[...] if target.head is None else target.head.weight[...]
     labels = jnp.roll(batch.tokens, -1, axis=1)
     counts = (batch.segments >= 0) & (jnp.roll(batch.segments, -1, axis=1) == batch.segments)
@@ -140,10 +154,10 @@ def nats(target: Target, hidden, batch: Batch):
         states, label, count = part
         logits = jnp.einsum("nd,vd->nv", states, head, preferred_element_type=jnp.float32)
         lost = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, label[:, None], 1)[:, 0]
-        return jnp.where(count, lost, 0).sum()
+        return jnp.where(count, lost, 0).sum(), count.sum()
 
     cut = lambda x: x.reshape(-1, size, *x.shape[2:])
-    return lax.map(chunk, (cut(hidden), cut(labels), cut(counts))).sum(), counts.sum()
+    return lax.map(chunk, (cut(hidden), cut(labels), cut(counts)))
 
 
 def packed(documents: list[np.ndarray], seed: int) -> Batch:
@@ -226,22 +240,33 @@ class Run:
             moments = optimiser.init(weights)
 
         @partial(jax.jit, donate_argnums=(0, 1, 2))
-        def step(weights, corrections, moments, base, batch, rate):
+        def step(weights, corrections, moments, base, batch, rate, shift):
             target = nnx.merge(self.graph, base)
+
+            some = Batch(*(part[: len(part) // 4] for part in batch))
+            hidden, _ = states(target, without(weights), corrections, some, shape)
+            total, count = nats(target, hidden, some)
+            dense = total / jnp.maximum(count, 1)
 
             def objective(weights):
                 hidden, choices = states(target, weights, corrections, batch, shape)
                 total, count = nats(target, hidden, batch)
-                return total / count, choices
+                loss = total.sum() / count.sum()
+                hidden, _ = states(target, exchanged(weights, shift), corrections, some, shape)
+                total, count = nats(target, hidden, some)
+                other = total / jnp.maximum(count, 1)
+                # experts that are somebody else's shall be worse than none: else all learn the same, and routing means nothing
+                short = jax.nn.relu(dense + args.margin - other).mean()
+                return loss + args.contrast * short, (loss, (other - dense).mean(), choices)
 
-            (loss, choices), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
+            (_, (loss, above, choices)), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
             real = (batch.segments >= 0).reshape(-1)
             share = jnp.where(real[:, None], choices, 0).sum(1) / (real.sum() * shape.topk)
             with jax.numpy_dtype_promotion("standard"):
                 updates, moments_after = optimiser.update(gradient, moments, weights)
             weights = jax.tree.map(lambda w, u: w - rate * u, weights, updates)
             after = corrections + args.balance * jnp.sign(1 / shape.experts - share)
-            return weights, after, moments_after, (loss, share.min(), share.max(), optax.tree.norm(gradient))
+            return weights, after, moments_after, (loss, share.min(), share.max(), optax.tree.norm(gradient), above)
 
         rng = np.random.default_rng(args.seed)
         curve = (self.out / "curve.csv").open("w", newline="", encoding="utf-8")
@@ -258,7 +283,7 @@ class Run:
             batch = Batch(*(jnp.asarray(part[rows]) for part in text))
             rate = args.rate * (min(1.0, gone / 0.03) if gone < 0.03 else 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * gone)))
             weights, corrections, moments, figures = step(
-                weights, corrections, moments, self.base, batch, jnp.float32(rate)
+                weights, corrections, moments, self.base, batch, jnp.float32(rate), jnp.int32(rng.integers(1, shape.experts))
             )
             number += 1
             if number == 1:
@@ -271,23 +296,42 @@ class Run:
                 seen = [float(f) for f in figures]
                 writer.writerow([number, round(time.time() - began, 1), *(round(f, 5) for f in seen)])
                 if number % 200 == 0:
-                    self.log(f"step {number}: loss {seen[0]:.4f}, shares {seen[1]:.3f}..{seen[2]:.3f}, norm {seen[3]:.3f}")
+                    self.log(
+                        f"step {number}: loss {seen[0]:.4f}, shares {seen[1]:.3f}..{seen[2]:.3f}, norm {seen[3]:.3f}, "
+                        f"exchanged above none {seen[4]:.4f}"
+                    )
         curve.close()
         self.log(f"{number} steps")
         facts = {"correction": np.asarray(corrections), **{k: np.asarray(v) for k, v in shape._asdict().items()}}
         save_parts(self.out, {name: np.asarray(value) for name, value in weights.items()}, facts)
         stored, _ = load_parts(self.out)
+        self.write_model(stored, np.asarray(corrections))
         self.report({name: jnp.asarray(value) for name, value in stored.items()}, corrections, held_out, number)
+
+    def write_model(self, weights: dict[str, np.ndarray], corrections: np.ndarray) -> None:
+        """The folder that is shipped."""
+        shape = self.shape
+        base = open_checkpoint(resolve(self.args.target).path).hf_config
+        assert base is not None, "a GGUF file holds its config"
+        sizes = {"dense_layers": shape.dense, "experts": shape.experts, "topk": shape.topk, "width": shape.width}
+        config = difference_config(base, self.args.target, **sizes)
+        layers = {
+            shape.dense + i: RoutedLayer(
+                weights["router"][i],
+                corrections[i],
+                weights["gate"][i],
+                weights["up"][i],
+                weights["down"][i].swapaxes(1, 2),
+            )
+            for i in range(len(corrections))
+        }
+        written = write_difference(self.out / "model", config, layers)
+        self.log(f"{self.out / 'model'}: {written.total} bytes")
 
     def report(self, weights, corrections, held_out: dict[str, Batch], steps: int) -> None:
         """Held-out losses of the base, of the whole, with the routed part zeroed and with the experts exchanged."""
         whole = rounded(weights)
-        names = ("gate", "up", "down")
-        forms = {
-            "base": whole | {"down": jnp.zeros_like(whole["down"])},
-            "moe": whole,
-            "exchanged": whole | {name: jnp.roll(whole[name], 1, axis=1) for name in names},
-        }
+        forms = {"base": without(whole), "moe": whole, "exchanged": exchanged(whole, 1)}
 
         @jax.jit
         def measure(weights, corrections, base, batch):
@@ -300,7 +344,8 @@ class Run:
                 windows = choices.reshape(choices.shape[0], -1, rows, choices.shape[-1]).any(2).sum(-1)
                 full = real.reshape(-1, rows).all(-1)
                 touched.append(jnp.where(full, windows, 0).sum(1) / full.sum())
-            return *nats(target, hidden, batch), share, jnp.stack(touched)
+            total, count = nats(target, hidden, batch)
+            return total.sum(), count.sum(), share, jnp.stack(touched)
 
         found: dict[str, Any] = {"steps": steps, "shape": self.shape._asdict(), "losses": {}}
         shares, touched = [], []
@@ -342,8 +387,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--dense", type=int, default=10, help="first layers without experts")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--balance", type=float, default=1e-3, help="how fast the correction evens the load")
+    parser.add_argument("--contrast", type=float, default=0.5, help="weight of the loss that exchanged experts lack of --margin")
+    parser.add_argument("--margin", type=float, default=0.1, help="nats that exchanged experts shall be worse than none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--places", type=int, default=1_080_000, help="cache places of one sampling batch")
