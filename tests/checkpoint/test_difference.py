@@ -28,11 +28,13 @@ from eaglejax.checkpoint.difference_writer import quantise_rows, write_differenc
 from eaglejax.checkpoint.reader import open_checkpoint
 from eaglejax.checkpoint.source import resolve
 from eaglejax.checkpoint.target_loader import load_target
-from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.cli.prompts import require_tokenizer
+from eaglejax.errors import CheckpointError, ConfigError, PromptError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.layers import leaves
 from eaglejax.run_config import RunConfig
 from eaglejax.sharding.plan_models import read_models
+from eaglejax.text.tokenizer import load_tokenizer
 
 EXPERT = "model.layers.1.mlp.experts.2."
 
@@ -228,6 +230,16 @@ def test_ends_of_text_are_the_bases(small):
     assert reader.hf_config is not None and reader.hf_config["eos_token_id"] == [4, 5]
     assert load_target(small).config.eos_token_ids == (4, 5)
     assert reader.text_folder == small / "../base"
+
+
+def test_the_tokenizer_is_the_bases(small, data):
+    with pytest.raises(PromptError, match="has no tokenizer"):
+        require_tokenizer(str(small), "--prompt")
+    for file in (data / "text" / "letters").iterdir():
+        shutil.copy(file, small.parent / "base")
+    require_tokenizer(str(small), "--prompt")
+    ours, theirs = load_tokenizer(small, open_checkpoint(small)), load_tokenizer(small.parent / "base")
+    assert ours.encode("abba") == theirs.encode("abba") and ours.vocab_size == theirs.vocab_size
 
 
 @pytest.mark.usefixtures("nothing_read")
