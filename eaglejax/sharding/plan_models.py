@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eaglejax.checkpoint.builtin import builtin_names, shipped_config
 from eaglejax.errors import ConfigError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.config import DraftConfig, TargetConfig
 from eaglejax.models.draft_config import TargetFacts, read_draft_config
 from eaglejax.models.draft_formats import flatten
 from eaglejax.models.target_config import read_target_config
+from eaglejax.run_config import built_in_draft
 from eaglejax.sharding.model_names import PLACES, known_models
 from eaglejax.sharding.storage import Storage, read_storage
 
@@ -34,7 +36,8 @@ def read_models(model: str, draft: str | None) -> PlanModels:
     """Reads both configs.
 
     Arguments:
-        model: a built-in name, a folder with a config.json, or such a file.
+        model: a built-in name (a config of `configs/models`, or a model in the package), a folder with a config.json, or
+            such a file.
         draft: likewise; "auto" is the built-in target's own, where there is one; None for plain decoding.
 
     Raises ConfigError or CheckpointError naming file, key, found and expected.
@@ -47,6 +50,8 @@ def read_models(model: str, draft: str | None) -> PlanModels:
         own = path.parent / "draft" / "config.json"
         draft = str(own) if path.parent.parent in PLACES and own.is_file() else None
         shown = f"the head of {path.parent.name}" if draft else None
+        if path == shipped_config(model):
+            draft = shown = built_in_draft(model)
     else:
         shown = draft
     read = None if draft is None else read_draft(_draft_of(draft, model, target), target)
@@ -92,7 +97,10 @@ def _find(text: str, what: str) -> Path:
     for place in PLACES:
         if (found := place / wanted / "config.json").is_file():
             return found
+    if (shipped := shipped_config(text)) is not None:
+        return shipped
     names = known_models()
+    names += [name for name in builtin_names() if what == "model" and shipped_config(name) is not None]
     if what == "draft" and text.lower() in names:
         drafted = [
             name for name in names if any((place / name / "draft" / "config.json").is_file() for place in PLACES)

@@ -39,7 +39,7 @@ def write_base(folder: Path, **config) -> Path:
     return folder
 
 
-def routed_layer(rng: np.random.Generator, experts: int, width: int, hidden: int, scale: float = 0.1) -> RoutedLayer:
+def routed_layer(rng: np.random.Generator, experts: int, width: int, hidden: int, scale: float = 0.4) -> RoutedLayer:
     """Random experts."""
     make = lambda *shape: (scale * rng.standard_normal(shape)).astype(np.float32)
     return RoutedLayer(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -18,13 +19,22 @@ from difference_files import (
 )
 from safetensors.numpy import load_file
 
+from eaglejax import EagleJaxEngine, Sampling
+from eaglejax.checkpoint import builtin
+from eaglejax.checkpoint.builtin import SHIPPED
+from eaglejax.checkpoint.convert import convert
 from eaglejax.checkpoint.difference import difference_config
 from eaglejax.checkpoint.difference_writer import quantise_rows, write_difference
 from eaglejax.checkpoint.reader import open_checkpoint
+from eaglejax.checkpoint.source import resolve
 from eaglejax.checkpoint.target_loader import load_target
-from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.cli.prompts import require_tokenizer
+from eaglejax.errors import CheckpointError, ConfigError, PromptError
 from eaglejax.load_report import LoadReport
 from eaglejax.models.layers import leaves
+from eaglejax.run_config import RunConfig
+from eaglejax.sharding.plan_models import read_models
+from eaglejax.text.tokenizer import load_tokenizer
 
 EXPERT = "model.layers.1.mlp.experts.2."
 
@@ -222,6 +232,16 @@ def test_ends_of_text_are_the_bases(small):
     assert reader.text_folder == small / "../base"
 
 
+def test_the_tokenizer_is_the_bases(small, data):
+    with pytest.raises(PromptError, match="has no tokenizer"):
+        require_tokenizer(str(small), "--prompt")
+    for file in (data / "text" / "letters").iterdir():
+        shutil.copy(file, small.parent / "base")
+    require_tokenizer(str(small), "--prompt")
+    ours, theirs = load_tokenizer(small, open_checkpoint(small)), load_tokenizer(small.parent / "base")
+    assert ours.encode("abba") == theirs.encode("abba") and ours.vocab_size == theirs.vocab_size
+
+
 @pytest.mark.usefixtures("nothing_read")
 @pytest.mark.parametrize(
     "config, words",
@@ -311,3 +331,97 @@ def test_scales_that_are_not_finite(small, bad):
 def test_a_draft_with_a_manifest_is_no_difference(small):
     edit(small.parent / "base", eaglejax={"boundaries": [1, 2, 3]})
     assert "model.layers.1.mlp.up_proj.weight" in open_checkpoint(small.parent / "base").tensors
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_converted_it_is_one_whole_checkpoint(small, tmp_path, to):
+    """Everything of both in one folder that needs neither; by the reader of such folders the same model."""
+    base = small.parent / "base"
+    (base / "tokenizer.json").write_text("{}")
+    (base / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    (small / "MODEL_CARD.md").write_text("card")
+    done = convert(small, tmp_path / "whole", to=to, max_bytes=200_000)
+    assert done.parts > 1 and done.left_out == ()
+    alone = (tmp_path / "whole").rename(tmp_path / "alone")
+    loaded = load_target(small)
+    shutil.rmtree(base)
+    names = {path.name for path in alone.iterdir()}
+    assert {"MODEL_CARD.md", "config.json", "tokenizer.json", "generation_config.json"} <= names
+    config = json.loads((alone / "config.json").read_text())
+    assert "eaglejax" not in config and config["eos_token_id"] == [4, 5]
+    again = load_target(alone)
+    assert again.config == loaded.config
+    ours, theirs = leaves(again), leaves(loaded)
+    assert ours.keys() == theirs.keys()
+    for leaf, variable in theirs.items():
+        assert np.array_equal(np.asarray(ours[leaf][...]), np.asarray(variable[...])), leaf
+
+
+def test_converted_twice_it_is_done_already(small, tmp_path):
+    """The weights of base and difference have one name: the record keeps them apart."""
+    convert(small, tmp_path / "whole", to="safetensors")
+    assert convert(small, tmp_path / "whole", to="safetensors").already_done
+    write_difference(small, small_config(), small_layers(1))
+    with pytest.raises(CheckpointError, match="changed source"):
+        convert(small, tmp_path / "whole", to="safetensors")
+
+
+def test_converted_to_int8(small, tmp_path):
+    pytest.importorskip("qwix")
+    convert(small, tmp_path / "whole", to="safetensors", quantize="int8")
+    report = LoadReport()
+    target = load_target(tmp_path / "whole", report=report)
+    assert "tensors stay int8 on the device" in str(report)
+    stored = load_file(small / "model.safetensors")["model.layers.1.mlp.experts.gate_proj"]
+    values = np.asarray(leaves(target)["layers.1.mlp.experts.gate_up.values"][...])[:, 0]
+    # quantised a second time along the same rows, by another rule for the scale
+    assert np.abs(values.astype(np.int32) - stored).max() <= 1
+
+
+def test_a_difference_on_a_gguf_file_is_not_converted(tmp_path):
+    weights = {name: 0.1 * weight for name, weight in llama_weights().items()}
+    write_gguf(tmp_path / "base.gguf", gguf_entries(weights))
+    theirs = open_checkpoint(tmp_path / "base.gguf").hf_config
+    assert theirs is not None
+    config = difference_config(theirs, "../base.gguf", dense_layers=1, experts=4, topk=2, width=FFN)
+    write_difference(tmp_path / "moe", config, small_layers())
+    with pytest.raises(CheckpointError, match="a difference on a GGUF file is not converted"):
+        convert(tmp_path / "moe", tmp_path / "whole", to="safetensors")
+
+
+def test_every_mesh_says_what_one_device_says(small):
+    """Experts split whole or by width, heads over two devices; each device reads its own part of the rows."""
+    prompt = [1, 5, 2, 8, 9, 4, 7]
+    one = EagleJaxEngine.from_pretrained(str(small), max_len=64)
+    base = EagleJaxEngine.from_pretrained(str(small.parent / "base"), max_len=64)
+    want = one.score(prompt)
+    assert np.abs(want.logits - base.score(prompt).logits).max() > 1e-2
+    for split in ("experts", "width"):
+        engine = EagleJaxEngine.from_pretrained(str(small), mesh="model=2", expert_split=split, max_len=64)
+        got = engine.score(prompt)
+        np.testing.assert_allclose(got.logits, want.logits, rtol=0, atol=5e-5)
+        assert np.array_equal(got.experts[1], want.experts[1])
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    assert engine.generate(prompt, sampling)[0].token_ids == one.generate(prompt, sampling)[0].token_ids
+
+
+def test_a_built_in_difference_by_name(small, monkeypatch):
+    """Offered as soon as its folder is shipped, and with its draft where that is shipped too."""
+    shipped = small.parent / "shipped"
+    shipped.mkdir()
+    monkeypatch.setattr(builtin, "SHIPPED", shipped)
+    asked = {"model": {"model": "smollm2-moe"}}
+    label = lambda section, key: key
+    assert "smollm2-moe" not in builtin.builtin_names()
+    shutil.move(small, shipped / "smollm2-moe")
+    edit(shipped / "smollm2-moe", eaglejax={"base": "../../base", "difference": "int8-rows"})
+    assert "smollm2-moe" in builtin.builtin_names()
+    assert load_target(resolve("smollm2-moe").path).config.family == "glm4_moe"
+    assert RunConfig.from_tables(asked, label).draft is None
+    planned = read_models("smollm2-moe", "auto")
+    assert (planned.name, planned.draft, planned.storage) == ("smollm2-moe", None, None)
+    assert planned.target == load_target(shipped / "smollm2-moe").config
+    shutil.copytree(SHIPPED / "smollm2-eagle3", shipped / "smollm2-moe-eagle3")
+    assert RunConfig.from_tables(asked, label).draft == "smollm2-moe-eagle3"
+    with pytest.raises(ConfigError, match="no such config.*smollm2-moe"):
+        read_models("smollm2-mo", "auto")
