@@ -143,9 +143,7 @@ def _direction(settings: TrainSettings) -> optax.GradientTransformation:
     b1, b2 = settings.betas
     if settings.optimiser == "adamw":
         return optax.scale_by_adam(b1=b1, b2=b2)
-    muon = optax.contrib.muon(
-        1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices
-    )
+    muon = optax.contrib.muon(1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices)
     return optax.chain(muon, optax.scale(-1.0))  # the rate, and the sign of a descent, are applied by the step
 
 
