@@ -137,7 +137,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("clip", "global norm of the gradient at most; default 0.5"),
         Flag("objective", "entropy (default: EAGLE's) or acceptance (-log sum min(p, q))"),
         Flag("dtype", "of target and compute: bfloat16 (default) or float32; weights are float32"),
-        Flag("mesh", "refused so far: training runs on one device"),
+        Flag(
+            "mesh",
+            "devices along each axis, such as model=8 or data=2,model=4: the target is split over model, rows over data",
+        ),
     ),
     "train run": (
         Flag("seed", "of first weights, order and answers; default 0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -146,9 +145,9 @@ def batch_rows(number: int, rows: int, batch: int, seed: int) -> tuple[Int[np.nd
 
 
 def batch_of(text: Text, rows: Int[np.ndarray, " n"], batch: int) -> Text:
-    """These rows of a text; short of a full batch the first is repeated without loss."""
+    """These rows of a text, numpy arrays; short of a full batch the first is repeated without loss."""
     missing = batch - len(rows)
     chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
     parts = {name: np.asarray(getattr(text, name))[chosen] for name in ("tokens", "positions", "segments", "loss")}
     parts["loss"][len(rows) :] = False
-    return Text(**{name: jnp.asarray(part) for name, part in parts.items()})
+    return Text(**parts)

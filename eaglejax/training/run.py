@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from eaglejax.checkpoint.durable import locked, swap_folder
 from eaglejax.engine import EagleJaxEngine
@@ -20,13 +20,15 @@ from eaglejax.errors import ConfigError
 from eaglejax.loading import Pair, load_pair
 from eaglejax.models.capture import CaptureReading
 from eaglejax.models.draft import Draft
+from eaglejax.sharding.mesh import DATA, build_mesh
 from eaglejax.training import trainer
 from eaglejax.training.checkpoints import BEST, LAST, Checkpoints, check_same_run
 from eaglejax.training.curves import EVALUATION, TRAINING, Curves
 from eaglejax.training.data import batch_of, batch_rows
 from eaglejax.training.evaluate import Acceptance, Evaluator
 from eaglejax.training.export import write_draft
-from eaglejax.training.memory import check_fits
+from eaglejax.training.programs import TargetPass, TrainStep, put_text, whole
+from eaglejax.training.programs import described as described_mesh
 from eaglejax.training.run_parts import (
     Material,
     Progress,
@@ -83,13 +85,15 @@ def train(config: TrainConfig, say: Say = lambda line: None, progress: Progress 
         config: with the folder of the run, `out`; one that holds checkpoints of the same run is gone on with.
         say: gets a line now and then. progress: makes a bar for what takes long.
 
-    Raises ConfigError, PromptError and CheckpointError for what is wrong with text, draft, folder or settings before
-    the first step; CheckpointError where a checkpoint cannot be written; ConfigError where the loss is no number.
+    Raises ConfigError, PromptError and CheckpointError for what is wrong with text, draft, folder, mesh or settings
+    before the first step; CheckpointError where a checkpoint cannot be written; ConfigError where the loss is no number.
     """
+    refuse_processes()
+    mesh = build_mesh(config.mesh)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, "training run"):
-        pair = load_pair(config.model, None, capture="auto", dtype=config.dtype)
+        pair = load_pair(config.model, None, capture="auto", dtype=config.dtype, mesh=mesh)
         refuse_long(config, pair)
         material = gather(config, pair, out, say, progress)
         run = _Run(config, pair, material, begin(config, pair, material), out, say)
@@ -99,12 +103,26 @@ def train(config: TrainConfig, say: Say = lambda line: None, progress: Progress 
             run.checkpoints.close()
 
 
+def refuse_processes() -> None:
+    """Raises ConfigError where several processes run together: text, answers and checkpoints would be each one's own."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "training runs in one process",
+            where="mesh",
+            found=f"{jax.process_count()} processes",
+            expected="one process that has all devices of the mesh",
+            fix="train on the devices of one machine; the engine serves the draft in several processes",
+        )
+
+
 class _Run:
     """One run: `steps` takes it to its end."""
 
     def __init__(self, config: TrainConfig, pair: Pair, material: Material, start: Start, out: Path, say: Say):
         self.config, self.pair, self.material, self.start, self.out, self.say = config, pair, material, start, out, say
         say(described(start, material))
+        if pair.mesh is not None:
+            say(described_mesh(config.batch, pair.mesh))
         self.settings = trainer.TrainSettings(
             unroll=config.unroll,
             decay=config.decay,
@@ -127,10 +145,11 @@ class _Run:
             "draft": repr(start.config),
         }
         self.evaluator: Evaluator | None = None
-        self.compiled: Any = None
+        self.features = TargetPass(pair.target, start.config.boundaries, pair.mesh, P(DATA))
+        self.program = TrainStep(start.config, self.settings, config.batch, pair.mesh, say)
 
     def steps(self, progress: Progress) -> Outcome:
-        config, state = self.config, trainer.start(self.start.weights, self.settings)
+        config, state = self.config, whole(trainer.start(self.start.weights, self.settings), self.pair.mesh)
         state, step = self.restored(state)
         self.curves.begin(step)
         if step == 0 and config.start is not None:
@@ -163,9 +182,8 @@ class _Run:
         for part in range(config.accumulate):
             number = step * config.accumulate + part
             rows, epoch = batch_rows(number, text.tokens.shape[0], config.batch, config.seed)
-            batch = batch_of(text, rows, config.batch)
-            features = trainer.target_features(self.pair.target, batch, self.start.config.boundaries)
-            state, figures = self.program(state, self.start.frozen, batch, features, jnp.float32(rate))
+            batch = put_text(batch_of(text, rows, config.batch), self.pair.mesh, P(DATA))
+            state, figures = self.program(state, self.start.frozen, batch, self.features(batch), rate)
             seen.append(figures)
         mean = lambda pick: np.mean([np.asarray(pick(one), np.float32) for one in seen], axis=0)
         loss, norm = float(mean(lambda f: f.loss)), float(mean(lambda f: f.gradient_norm))
@@ -179,22 +197,6 @@ class _Run:
         parts = [*mean(lambda f: f.losses).tolist(), *mean(lambda f: f.accuracies).tolist()]
         self.curves.add(TRAINING, [step + 1, epoch, rate, loss, norm, *parts])
         return state
-
-    def program(self, state, frozen, batch, features, rate) -> tuple[trainer.TrainState, trainer.Figures]:
-        """`train_step`, compiled at its first call and refused where it does not fit the device."""
-        kept, structure = jax.tree.flatten(state)
-        given, others = jax.tree.flatten((frozen, batch, features, rate))
-        if self.compiled is None:
-
-            @partial(jax.jit, donate_argnums=0)
-            def step(kept, given):
-                state, rest = jax.tree.unflatten(structure, kept), jax.tree.unflatten(others, given)
-                return trainer.train_step(state, *rest, config=self.start.config, settings=self.settings)
-
-            self.compiled = step.lower(kept, given).compile()
-            need = check_fits(self.compiled, self.config.batch, self.config.row_length)
-            self.say(f"a train step takes {need / 1e9:.3f} GB beside weights and text")
-        return self.compiled(kept, given)
 
     def draft(self, weights) -> Draft:
         """The module that serves these weights."""

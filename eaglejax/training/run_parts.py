@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.engine import EagleJaxEngine
@@ -22,6 +22,7 @@ from eaglejax.training import trainer
 from eaglejax.training.conversations import Corpus, Reader
 from eaglejax.training.data import Document, batch_of, draft_vocabulary, pack
 from eaglejax.training.gradients import check_trainable
+from eaglejax.training.programs import TargetPass, put_text, whole
 from eaglejax.training.regenerate import regenerate
 from eaglejax.training.shape import draft_shape
 from eaglejax.training.train_config import TrainConfig
@@ -166,17 +167,26 @@ def begin(config: TrainConfig, pair: Pair, material: Material) -> Start:
         )
     shape = DraftConfig(**{**vars(shape), "captures": len(shape.boundaries)})
     ids, covered = draft_vocabulary(material.documents, vocab, facts.vocab_size)
-    head = trainer.target_head(pair.target)
-    frozen = trainer.Frozen(pair.target.embedding.weight[...], head, jnp.asarray(ids))
-    rows = np.asarray(head[jnp.asarray(ids)].astype(jnp.float32))
+    frozen = _frozen(pair, whole(pair.target.embedding.weight[...], pair.mesh), ids, borrowed=True)
+    rows = np.asarray(frozen.head[frozen.target_ids].astype(jnp.float32))
     norm = np.asarray(pair.target.norm.scale[...].astype(jnp.float32))
     scales = capture_scales(pair, batch_of(material.text, np.arange(1), 1), shape)
     return Start(shape, first_weights(shape, rows, norm, scales, config.seed), frozen, covered)
 
 
+def _frozen(
+    pair: Pair, embedding: Float[Array, "v d"], ids: Int[np.ndarray, " w"], *, borrowed: bool
+) -> trainer.Frozen:
+    """What a run reads and never changes, whole on every device; `borrowed`: the embedding is the target's."""
+    tied = borrowed and pair.target.head is None
+    head = embedding if tied else whole(trainer.target_head(pair.target), pair.mesh)
+    return trainer.Frozen(embedding, head, whole(ids, pair.mesh))
+
+
 def capture_scales(pair: Pair, text: Text, config: DraftConfig) -> list[float]:
     """Typical root mean square of each capture."""
-    captured = trainer.target_features(pair.target, text, config.boundaries).captured
+    one_pass = TargetPass(pair.target, config.boundaries, pair.mesh)
+    captured = one_pass(put_text(text, pair.mesh)).captured
     real = np.asarray(captured.astype(jnp.float32))[np.asarray(text.segments) >= 0]
     real = real.reshape(-1, config.captures, config.target_hidden_size)
     return [float(s) for s in np.median(np.sqrt((real**2).mean(-1)), axis=0)]
@@ -188,7 +198,7 @@ def _go_on(config: TrainConfig, pair: Pair, material: Material) -> Start:
         if getattr(config, name) is not None:
             raise ConfigError("is that of the draft to go on from", where=name, found=getattr(config, name))
     assert config.start is not None
-    loaded = read_draft(config.start, dtype=pair.dtype, target=pair.target, report=LoadReport())
+    loaded = read_draft(config.start, dtype=pair.dtype, target=pair.target, report=LoadReport(), mesh=pair.mesh)
     check_trainable(loaded.config)
     if loaded.capture.ambiguous:
         raise ConfigError(
@@ -200,7 +210,7 @@ def _go_on(config: TrainConfig, pair: Pair, material: Material) -> Start:
     draft = loaded.draft
     weights = {path: np.asarray(value.astype(jnp.float32)) for path, value in trained_weights(draft).items()}
     ids: Int[np.ndarray, " w"] = np.asarray(draft.target_ids[...])
-    frozen = trainer.Frozen(draft.embedding.weight[...], trainer.target_head(pair.target), jnp.asarray(ids))
+    frozen = _frozen(pair, draft.embedding.weight[...], ids, borrowed=not loaded.config.own_embedding)
     counts = np.zeros(pair.target.config.vocab_size, np.int64)
     for document in material.documents:
         for first, end in document.answers:

@@ -12,9 +12,10 @@ from typing import Any
 from eaglejax.config import Speculation
 from eaglejax.errors import ConfigError
 from eaglejax.run_config import read_toml
+from eaglejax.sharding.mesh import DATA, mesh_sizes
 
-# keys that may change between a stop and its resume: they change no weight and no acceptance
-FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots")
+# keys that may change between a stop and its resume: they change no weight and no acceptance, another mesh only their rounding
+FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots", "mesh")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TrainConfig:
     Run: `seed`; a checkpoint every `save_every` steps, the last `keep` of them kept; every `evaluate_every` steps
         `evaluate_prompts` held-out prompts answered by the engine with `tree`, `evaluate_tokens` each, in `slots`;
         `patience`: evaluations without a new best after which the run stops (0: never).
+    Devices: `mesh`, such as "data=2,model=4": the target is split over model, the rows of a batch over data.
     """
 
     out: str
@@ -70,14 +72,6 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raises ConfigError naming the key."""
-        if self.mesh is not None:
-            raise ConfigError(
-                "training runs on one device so far",
-                where="mesh",
-                found=self.mesh,
-                expected="no mesh",
-                fix="leave it out; the engine serves the trained draft on any mesh",
-            )
         for name in ("answer_tokens", "batch", "accumulate", "steps", "unroll", "save_every", "keep", "slots"):
             self._least(name, 1)
         for name in ("evaluate_every", "evaluate_prompts", "evaluate_tokens", "mlp", "vocab"):
@@ -88,6 +82,15 @@ class TrainConfig:
         for name in ("rate", "decay", "clip"):
             if not getattr(self, name) > 0:
                 raise ConfigError("out of range", where=name, found=getattr(self, name), expected="above 0")
+        data = 1 if self.mesh is None else mesh_sizes(self.mesh)[DATA]
+        if self.batch % data:
+            raise ConfigError(
+                "the rows of a batch do not divide over the data axis of the mesh",
+                where="batch",
+                found=f"{self.batch} rows on {self.mesh}",
+                expected=f"a multiple of {data}",
+                fix="another batch, or a mesh with fewer devices along data",
+            )
         if self.warmup >= 1:
             raise ConfigError("out of range", where="warmup", found=self.warmup, expected="0 <= warmup < 1")
         choices = {"head": ("own", "target"), "objective": ("entropy", "acceptance"), "dtype": ("bfloat16", "float32")}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from eaglejax.models.config import DraftConfig
@@ -112,15 +113,24 @@ def target_head(target: Target) -> Float[Array, "v d"]:
 
 def target_features(target: Target, text: Text, boundaries: tuple[int, ...]) -> TargetFeatures:
     """One pass of the target over packed rows; documents do not see each other."""
-    return TargetFeatures(*_target_features(target, text.tokens, text.positions, text.segments, boundaries))
+    return TargetFeatures(*_compiled_pass(target, text.tokens, text.positions, text.segments, boundaries))
 
 
-@nnx.jit(static_argnames="boundaries")
-def _target_features(target: Target, tokens, positions, segments, boundaries: tuple[int, ...]):
-    batch = tokens.shape[0]
+def packed_pass(
+    target: Target,
+    tokens: Int[Array, "b t"] | Int[np.ndarray, "b t"],
+    positions: Int[Array, "b t"] | Int[np.ndarray, "b t"],
+    segments: Int[Array, "b t"] | Int[np.ndarray, "b t"],
+    boundaries: tuple[int, ...],
+) -> tuple[Float[Array, "b t n"], Float[Array, "b t d"]]:
+    """`TargetFeatures` of rows of a `Text`; not compiled, for a program that holds it."""
+    batch, positions = tokens.shape[0], jnp.asarray(positions)
     step = Step(positions, causal_within(segments), positions, jnp.zeros((batch,), jnp.int32))
-    out = target(tokens, step, target.empty_caches(batch, 0), boundaries)
+    out = target(jnp.asarray(tokens), step, target.empty_caches(batch, 0), boundaries)
     return jnp.concatenate(out.captured, axis=-1), target.norm(out.hidden)
+
+
+_compiled_pass = nnx.jit(packed_pass, static_argnames="boundaries")
 
 
 def _matrices(tree: Any) -> Any:
@@ -133,9 +143,7 @@ def _direction(settings: TrainSettings) -> optax.GradientTransformation:
     b1, b2 = settings.betas
     if settings.optimiser == "adamw":
         return optax.scale_by_adam(b1=b1, b2=b2)
-    muon = optax.contrib.muon(
-        1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices
-    )
+    muon = optax.contrib.muon(1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices)
     return optax.chain(muon, optax.scale(-1.0))  # the rate, and the sign of a descent, are applied by the step
 
 
@@ -158,7 +166,7 @@ def start(
     return TrainState(master, moments, jnp.zeros((), jnp.int32))
 
 
-@partial(jax.jit, static_argnames=("config", "settings"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("config", "settings", "over"), donate_argnames="state")
 def train_step(
     state: TrainState,
     frozen: Frozen,
@@ -168,10 +176,15 @@ def train_step(
     *,
     config: DraftConfig,
     settings: TrainSettings,
+    over: tuple[str, ...] = (),
 ) -> tuple[TrainState, Figures]:
     """One batch: an optimiser step, or with `accumulate` a part of one. `state.step` counts batches.
 
     `rate` is an argument, so that a schedule compiles nothing new.
+
+    Arguments:
+        over: mesh axes, in a program that every device runs on rows of its own, equally many: gradients and losses are then
+            averaged over them, counts summed, and every device takes the same step.
     """
     dtype = jnp.dtype(settings.compute_dtype)
     teacher = teach(features.last, frozen.head, frozen.target_ids)
@@ -183,10 +196,15 @@ def train_step(
         return jnp.sum(decays * out.losses), out
 
     (loss, out), gradient = jax.value_and_grad(objective, has_aux=True)(state.weights)
+    losses, correct, places = out.losses, out.correct, out.places
+    if over:
+        # devices that took the same rows meet too: whatever a device rounds in its own way, the weights stay the same on all
+        loss, losses, gradient = lax.pmean((loss, losses, gradient), over)
+        correct, places = lax.psum((correct, places), over)
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its int32 step count
         updates, moments = _optimiser(settings).update(gradient, state.moments, state.weights)
     weights = jax.tree.map(lambda w, u: w - rate * u, state.weights, updates)
-    figures = Figures(loss, out.losses, out.correct / jnp.maximum(out.places, 1), optax.tree.norm(gradient))
+    figures = Figures(loss, losses, correct / jnp.maximum(places, 1), optax.tree.norm(gradient))
     return TrainState(weights, moments, state.step + 1), figures
 
 

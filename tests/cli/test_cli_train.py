@@ -53,7 +53,9 @@ def test_a_run_from_a_file_with_flags_over_it(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--mesh=model=8"], 2, "--mesh: training runs on one device so far"),
+        (["--mesh=tensor=8"], 2, "--mesh: not a mesh; found 'tensor=8'"),
+        (["--mesh=data=4"], 1, "run.toml: batch: the rows of a batch do not divide over the data axis"),
+        (["--mesh=model=16"], 1, "mesh: a mesh of 16 devices, and there are 8"),
         (["--steps=none", "--rate=-1"], 2, "--rate: out of range"),
         (["--config=/no/such.toml"], 1, "/no/such.toml: cannot be read"),
         (["--vocab=100"], 1, "draft_vocab_size"),

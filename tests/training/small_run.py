@@ -1,8 +1,10 @@
-"""A tiny random target with answers of its own, and the settings of a run of seconds."""
+"""A tiny random target with answers of its own, the settings of a run of seconds, and how to stop one and to read its figures."""
 
 from __future__ import annotations
 
+import csv
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -51,3 +53,26 @@ def write_answers(folder: Path, data: Path, count: int = 16) -> tuple[Path, Path
 def settings(out: Path, data: Path, files: tuple[Path, Path], **changes) -> TrainConfig:
     given = {"out": str(out), "model": target_folder(data), "data": (str(files[0]),), "held_out": str(files[1])}
     return TrainConfig(**{**given, **SETTINGS, **changes})
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    with open(folder / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stop_after(steps: int):
+    """A progress bar that interrupts the run once it has taken so many steps, as Ctrl-C would."""
+
+    @contextmanager
+    def progress(what, total):
+        taken = 0
+
+        def advance(n):
+            nonlocal taken
+            taken += n
+            if taken >= steps:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return progress

@@ -1,44 +1,19 @@
 """A run of thirty steps: the loss falls, a stopped run goes on bit for bit, and what is reported is what is served."""
 
-import csv
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_run import settings, target_folder, write_answers
+from small_run import rows_of, settings, stop_after, target_folder, write_answers
 
 from eaglejax import EagleJaxEngine, Speculation
 from eaglejax.errors import CheckpointError, ConfigError
 from eaglejax.training.evaluate import accepted
 from eaglejax.training.run import train
-
-
-def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
-    with open(folder / name, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def stop_after(steps: int):
-    """A progress bar that interrupts the run once it has taken so many steps, as Ctrl-C would."""
-
-    @contextmanager
-    def progress(what, total):
-        taken = 0
-
-        def advance(n):
-            nonlocal taken
-            taken += n
-            if taken >= steps:
-                raise KeyboardInterrupt
-
-        yield advance
-
-    return progress
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_text_that_does_not_fit(tmp_path, data, files):
 
 
 def test_a_step_that_does_not_fit_is_refused_with_an_estimate(tmp_path, data, files, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 10_000)
     with pytest.raises(ConfigError, match=r"does not fit .* GB beside weights and text; expected at most 0.000 GB"):
         train(settings(tmp_path / "run", data, files))
     assert len((tmp_path / "run" / "training.csv").read_text().splitlines()) == 1  # no step was taken

@@ -25,7 +25,8 @@ def test_text_and_numbers_become_settings(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mesh": "model=8"}, "--mesh: training runs on one device so far; found model=8"),
+        ({"mesh": "model=8,tensor=2"}, "--mesh: not a mesh; found 'model=8,tensor=2'"),
+        ({"mesh": "data=8"}, "--batch: the rows of a batch do not divide over the data axis of the mesh; found 4 rows"),
         ({"steps": "0"}, "--steps: out of range; found 0; expected 1 or more"),
         ({"steps": "1.5"}, "--steps: unusable; found '1.5'; expected int"),
         ({"rate": "nan"}, "--rate: unusable"),
