@@ -57,6 +57,7 @@ class Run:
         self.prompts = read_prompts(Path(args.prompts), SIZES[-1], args.limit)
         self.sampler = Sampler(self.target, args.places, args.seed)
         self.features: dict[int, trainer.TargetFeatures] = {}
+        self.counts = np.zeros(self.target.config.vocab_size, np.int32)  # of every id in the training answers
 
     def log(self, line: str) -> None:
         print(f"[{time.time() - self.began:7.1f}] {line}", flush=True)
@@ -70,7 +71,10 @@ class Run:
         mlp = config.layers[0].mlp
         assert isinstance(mlp, DenseConfig)
         facts = {"target_ids": np.asarray(draft.target_ids[...]), "mlp": np.asarray(mlp.width)}
-        facts |= {"boundaries": np.asarray(config.boundaries), "head": np.asarray("own" if config.own_head else "target")}
+        facts |= {
+            "boundaries": np.asarray(config.boundaries),
+            "head": np.asarray("own" if config.own_head else "target"),
+        }
         return {path: np.asarray(value) for path, value in trained_weights(draft).items()}, facts
 
     def wanted_shape(self) -> dict:
@@ -80,6 +84,8 @@ class Run:
             return {name: FIRST[name] if value is None else value for name, value in given.items()}
         facts = self.before[1]
         shape = {"head": str(facts["head"]), "mlp": int(facts["mlp"]), "vocab": len(facts["target_ids"])}
+        if given["vocab"] is not None and shape["head"] == "target":
+            shape["vocab"] = given["vocab"]  # a borrowed head has rows for any id
         for name, value in given.items():
             if value is not None and value != shape[name]:
                 raise SystemExit(f"--{name}={value}, but the weights in {self.args.start} have {shape[name]}")
@@ -191,7 +197,7 @@ class Run:
         rows = ", ".join(f"{name} {text.tokens.shape[0]} rows" for name, text in texts.items())
         self.log(f"evaluation sets: {rows}")
         documents = self.sample()
-        if self.before is None:
+        if self.before is None or self.shape["vocab"] != len(self.before[1]["target_ids"]):
             target_ids, _ = draft_vocabulary(documents, self.shape["vocab"], self.target.config.vocab_size)
         else:
             target_ids = self.before[1]["target_ids"]
@@ -207,6 +213,7 @@ class Run:
             compute_dtype=args.dtype,
             objective=args.objective,
             optimiser=args.optimiser,
+            int8=args.int8,
         )
         rng = np.random.default_rng(args.seed + 1)
         rows = rng.permutation(text.tokens.shape[0])
@@ -221,7 +228,9 @@ class Run:
                 self.log(f"trial of {name}")
                 trials[name] = go(first, replace(settings, optimiser=name), lambda: args.trial_seconds)
             name = max(trials, key=lambda one: trials[one][0])
-            self.log(f"trials: {', '.join(f'{one} {tau:.3f}' for one, (tau, _) in trials.items())}; goes on with {name}")
+            self.log(
+                f"trials: {', '.join(f'{one} {tau:.3f}' for one, (tau, _) in trials.items())}; goes on with {name}"
+            )
             settings, first = replace(settings, optimiser=name), trials[name][1]
         _, best = go(first, settings, self.seconds)
         self.export(best, config, frozen, settings, texts)
@@ -291,7 +300,7 @@ class Run:
 
     def save(self, weights, target_ids, step: int) -> None:
         facts = {"target_ids": np.asarray(target_ids), "mlp": np.asarray(self.shape["mlp"])}
-        facts |= {"boundaries": np.asarray(self.captures)}
+        facts |= {"boundaries": np.asarray(self.captures), "counts": self.counts}
         facts |= {"head": np.asarray(self.shape["head"]), "step": np.asarray(step)}
         save_parts(self.out, weights, facts)
 
@@ -309,6 +318,7 @@ class Run:
         counts = np.zeros(self.target.config.vocab_size, np.int64)
         for d in documents:
             counts += np.bincount(d.tokens[d.answer :], minlength=len(counts))
+        self.counts = counts.astype(np.int32)
         share = np.sort(counts)[::-1].cumsum() / counts.sum()
         sizes = (2048, 4096, 5248, 8192, 12288, 16384, 24576)
         facts = {

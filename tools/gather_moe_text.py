@@ -39,7 +39,9 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def shown(repo: str, path: str) -> str:
-    return subprocess.run(["git", "-C", repo, "show", f"HEAD:{path}"], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", "-C", repo, "show", f"HEAD:{path}"], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def names(repo: str, suffix: str) -> list[str]:

@@ -79,7 +79,8 @@ def main() -> None:
             for name, prompts in asked.items():
                 mine = [next(answers) for _ in prompts]
                 sets[name] = [
-                    {"accepted": list(a.stats.accepted_per_cycle), "repeats": mostly_repeated(a.token_ids)} for a in mine
+                    {"accepted": list(a.stats.accepted_per_cycle), "repeats": mostly_repeated(a.token_ids)}
+                    for a in mine
                 ]
             print(f"({text}), temperature {temperature:g}, {time.time() - began:.0f} s", flush=True)
             figures: dict[str, dict] = {}

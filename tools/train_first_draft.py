@@ -5,7 +5,8 @@
     export    kept weights -> the shipped folder: int8 weights, config.json                 (a CPU, seconds)
 
 `train` works by the clock: it samples for --sample-seconds, trains for --train-seconds, and the learning rate
-follows the share of the time that is gone, or of --max-steps where that is ahead. --total-seconds ends the training early where all before took longer.
+follows the share of the time that is gone, or of --max-steps where that is ahead. --total-seconds ends the training
+early where all before took longer.
 It leaves in --out: weights-N.npz (bfloat16, the best by held-out tau), draft/ (the same in int8, to be loaded),
 curve.csv (lines `train`: step, epoch, seconds, loss, gradient norm, accuracy of each unrolled step; lines `tau`: step,
 set, tau of the chains of 3 and 7) and answers.json. --start goes on from such a folder, with fresh answers of another
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+import numpy as np
 
 from eaglejax.training.losses import OBJECTIVES
 from eaglejax.training.trainer import OPTIMISERS
@@ -34,10 +37,14 @@ def export(args) -> None:
 
     weights, facts = load_parts(Path(args.weights))
     target = load_target(resolve(args.target).path, dtype="float32", report=LoadReport())
-    own = str(facts["head"]) == "own"
+    own, ids = str(facts["head"]) == "own", facts["target_ids"]
+    if args.vocab:
+        if own:
+            raise SystemExit("--vocab: an own head has rows for the ids it was trained with alone")
+        ids = np.sort(np.argsort(-facts["counts"], kind="stable")[: args.vocab]).astype(np.int32)
     captures = tuple(facts["boundaries"].tolist()) if "boundaries" in facts else None
-    config = draft_shape(target.config, len(facts["target_ids"]), int(facts["mlp"]), own_head=own, boundaries=captures)
-    write_draft(Path(args.out), config, weights, facts["target_ids"], int8=not args.float32)
+    config = draft_shape(target.config, len(ids), int(facts["mlp"]), own_head=own, boundaries=captures)
+    write_draft(Path(args.out), config, weights, ids, int8=not args.float32)
     if not args.float32:
         say_size(Path(args.out))
 
@@ -68,13 +75,16 @@ def parse() -> argparse.Namespace:
     two.add_argument("--target", default="smollm2")
     two.add_argument("--prompts", required=True, help="file made by `prepare`")
     two.add_argument("--out", required=True)
-    two.add_argument("--start", default="", help="--out folder of an earlier run, or a draft, to go on from its weights")
+    two.add_argument(
+        "--start", default="", help="--out folder of an earlier run, or a draft, to go on from its weights"
+    )
     two.add_argument("--head", choices=("own", "target"), help="own: trained and exported (default); target: borrowed")
     two.add_argument("--mlp", type=int, help="width of the draft's MLP (default 768)")
     two.add_argument("--vocab", type=int, help="draft vocabulary (default 5248)")
     two.add_argument("--boundaries", help="captures of a fresh draft, such as 3,16,28 (default 2, L // 2, L - 3)")
     two.add_argument("--objective", choices=OBJECTIVES, default="entropy")
     two.add_argument("--optimiser", choices=OPTIMISERS, default="adamw")
+    two.add_argument("--int8", action="store_true", help="train towards the rounding of the export")
     two.add_argument("--trial-seconds", type=float, default=0, help="try each optimiser so long, go on with the better")
     two.add_argument("--dtype", default="bfloat16")
     two.add_argument("--seed", type=int, default=1)
@@ -97,6 +107,9 @@ def parse() -> argparse.Namespace:
     three.add_argument("--weights", required=True, help="--out folder of a run")
     three.add_argument("--target", default="smollm2")
     three.add_argument("--out", required=True)
+    three.add_argument(
+        "--vocab", type=int, help="another vocabulary for a borrowed head: the most frequent answer tokens"
+    )
     three.add_argument("--float32", action="store_true", help="leave out the rounding to int8")
     return parser.parse_args()
 

@@ -281,9 +281,17 @@ class Run:
                 order = list(rng.permutation(len(text.tokens)))
             rows = [order.pop() for _ in range(min(args.batch, len(order)))]
             batch = Batch(*(jnp.asarray(part[rows]) for part in text))
-            rate = args.rate * (min(1.0, gone / 0.03) if gone < 0.03 else 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * gone)))
+            rate = args.rate * (
+                min(1.0, gone / 0.03) if gone < 0.03 else 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * gone))
+            )
             weights, corrections, moments, figures = step(
-                weights, corrections, moments, self.base, batch, jnp.float32(rate), jnp.int32(rng.integers(1, shape.experts))
+                weights,
+                corrections,
+                moments,
+                self.base,
+                batch,
+                jnp.float32(rate),
+                jnp.int32(rng.integers(1, shape.experts)),
             )
             number += 1
             if number == 1:
@@ -355,10 +363,10 @@ class Run:
                 total = count = 0.0
                 for start in range(0, len(rows.tokens), self.args.batch):
                     part = Batch(*(np.asarray(x[start : start + self.args.batch]) for x in rows))
-                    missing = self.args.batch - len(part.tokens)
-                    if missing:
-                        fill = lambda x, value: np.concatenate([x, np.full((missing, ROW), value, np.int32)])
-                        part = Batch(fill(part.tokens, 0), fill(part.positions, 0), fill(part.segments, -1))
+                    rest = np.full((self.args.batch - len(part.tokens), ROW), -1, np.int32)
+                    part = Batch(
+                        *(np.concatenate([x, np.maximum(rest, low)]) for x, low in zip(part, (0, 0, -1), strict=True))
+                    )
                     lost, places, share, seen = measure(values, corrections, self.base, part)
                     total, count = total + float(lost), count + float(places)
                     if form == "moe":
@@ -389,8 +397,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--balance", type=float, default=1e-3, help="how fast the correction evens the load")
-    parser.add_argument("--contrast", type=float, default=0.5, help="weight of the loss that exchanged experts lack of --margin")
-    parser.add_argument("--margin", type=float, default=0.1, help="nats that exchanged experts shall be worse than none")
+    parser.add_argument(
+        "--contrast", type=float, default=0.5, help="weight of the loss that exchanged experts lack of --margin"
+    )
+    parser.add_argument(
+        "--margin", type=float, default=0.1, help="nats that exchanged experts shall be worse than none"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--places", type=int, default=1_080_000, help="cache places of one sampling batch")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int, Int8, Shaped
+from jaxtyping import Float, Int, Shaped
 from safetensors.numpy import save_file
 
 from eaglejax.errors import ConfigError
@@ -24,6 +24,7 @@ from eaglejax.models.capture import IDS_KEY, MANIFEST_KEY
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, RopeConfig
 from eaglejax.models.draft import Draft
 from eaglejax.models.layers import leaves
+from eaglejax.training.rounding import int8_rows
 from eaglejax.training.weights import checkpoint_names, frozen_paths
 
 Form = Literal["safeailab", "speculators"]
@@ -31,27 +32,10 @@ FORMS: tuple[Form, ...] = ("safeailab", "speculators")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def int8_rows(weight: Float[np.ndarray, "o i"]) -> tuple[Int8[np.ndarray, "o i"], Float[np.ndarray, "o 1"]]:
-    """Symmetric int8 with one float32 factor per row.
-
-    Of several factors up to the row's largest value over 127, the one with the least squared error is taken.
-    """
-    top = np.maximum(np.abs(weight).max(axis=1, keepdims=True), 1e-12)
-    best_error, best_factor = np.full(top.shape, np.inf), top / 127
-    for share in np.linspace(0.7, 1.0, 16):
-        factor = (share * top / 127).astype(np.float32)
-        rounded = np.clip(np.rint(weight / factor), -127, 127) * factor
-        error = ((rounded - weight) ** 2).sum(axis=1, keepdims=True)
-        best_factor = np.where(error < best_error, factor, best_factor)
-        best_error = np.minimum(error, best_error)
-    factor = best_factor.astype(np.float32)
-    return np.clip(np.rint(weight / factor), -127, 127).astype(np.int8), factor
-
-
 def file_bytes(config: DraftConfig, *, int8: bool) -> int:
     """Bytes of the tensors that `write_draft` makes of a draft of this shape, known before it is trained."""
     draft = nnx.eval_shape(lambda: Draft(config, dtype=jnp.float32))
-    total = 8 * config.draft_vocab_size + config.vocab_size
+    total = (4 if int8 else 8) * config.draft_vocab_size + config.vocab_size
     for path, leaf in leaves(draft).items():
         if path in frozen_paths(config):
             continue
@@ -87,10 +71,12 @@ def write_draft(
         raise ConfigError("the draft's own embedding is missing", where="embedding")
     if form == "speculators" and (embedding is None or (head is None and not config.own_head)):
         raise ConfigError("this layout holds embedding and head", where="form", found=form, fix="give the target's")
-    ids = np.asarray(target_ids, np.int64)
+    ids = np.asarray(
+        target_ids, np.int32 if int8 else np.int64
+    )  # others expect int64, but nobody else's format is int8
     member = np.zeros(config.vocab_size, bool)
     member[ids] = True
-    tensors: dict[str, Shaped[np.ndarray, "..."]] = {"d2t": ids - np.arange(len(ids)), "t2d": member}
+    tensors: dict[str, Shaped[np.ndarray, "..."]] = {"d2t": ids - np.arange(len(ids), dtype=ids.dtype), "t2d": member}
     named = checkpoint_names(config, weights)
     if head is not None and not config.own_head:
         named["lm_head.weight"] = head

@@ -22,6 +22,7 @@ from eaglejax.models.config import DraftConfig
 from eaglejax.models.rows import Step
 from eaglejax.models.target import Target
 from eaglejax.training.losses import Objective
+from eaglejax.training.rounding import straight_through
 from eaglejax.training.ttt import Text, causal_within, teach, ttt
 from eaglejax.training.weights import EMBEDDING, HEAD, rebuild
 
@@ -38,6 +39,7 @@ class TrainSettings:
     objective: the loss of a place (`losses.vocabulary_loss`).
     optimiser: "adamw", or "muon": matrices move along their momentum made orthogonal (Jordan et al. 2024), with updates of
         the size that Adam's have (arXiv:2502.16982), so that the same rates serve both; vectors by Adam.
+    int8: whether the step sees the matrices as an int8 export rounds them; their gradients go straight through.
     """
 
     unroll: int = 7
@@ -52,6 +54,7 @@ class TrainSettings:
     accumulate: int = 1
     objective: Objective = "entropy"
     optimiser: str = "adamw"
+    int8: bool = False
 
     def rate_at(self, progress: float) -> float:
         """The learning rate at a share of the run in [0, 1]: linear rise, then cosine."""
@@ -190,6 +193,8 @@ def train_step(
     teacher = teach(features.last, frozen.head, frozen.target_ids)
 
     def objective(weights):
+        if settings.int8:
+            weights = {path: straight_through(w) if w.ndim > 1 else w for path, w in weights.items()}
         draft = rebuild(config, weights, frozen.parameters(config), frozen.target_ids, dtype)
         out = ttt(draft, text, features.captured, teacher, settings.unroll, settings.objective)
         decays = jnp.float32(settings.decay) ** jnp.arange(settings.unroll, dtype=jnp.float32)

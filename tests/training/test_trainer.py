@@ -1,7 +1,9 @@
 """A draft trained on a tiny target: the loss falls, packed features equal single ones, the export comes back."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from eaglejax.checkpoint.builtin import builtin_path
@@ -11,7 +13,9 @@ from eaglejax.load_report import LoadReport
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, RopeConfig
 from eaglejax.training import trainer
 from eaglejax.training.data import Document, pack
-from eaglejax.training.export import int8_rows, write_draft
+from eaglejax.training.export import write_draft
+from eaglejax.training.rounding import int8_rows, straight_through
+from eaglejax.training.trainer import TrainSettings
 from eaglejax.training.ttt import Text
 from eaglejax.training.weights import first_weights, trained_weights
 
@@ -106,6 +110,43 @@ def test_int8_rows():
     error = ((quantised * factors - weight) ** 2).sum(axis=1)
     naive = ((np.rint(weight / np.maximum(plain, 1e-12)) * plain - weight) ** 2).sum(axis=1)
     assert (error <= naive + 1e-9).all() and error[3] == 0
+
+
+def test_training_sees_the_rounding_of_the_export():
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((2, 8, 64)).astype(np.float32)
+    seen = np.asarray(straight_through(jnp.asarray(weight)))
+    quantised, factors = int8_rows(weight.reshape(16, 64))
+    np.testing.assert_allclose(seen.reshape(16, 64), quantised * factors, rtol=0, atol=1e-6)
+    assert np.abs(seen - weight).max() > 1e-3
+    towards = rng.standard_normal(weight.shape).astype(np.float32)
+    gradient = jax.grad(lambda w: jnp.sum(straight_through(w) * towards))(jnp.asarray(weight))
+    np.testing.assert_array_equal(gradient, towards)
+
+
+def test_muon_moves_matrices_by_their_orthogonal_part():
+    """Every singular value of the direction is about the same, each matrix of a stack by itself; vectors go Adam's way."""
+    rng = np.random.default_rng(4)
+    gradient = {
+        "matrix": rng.standard_normal((24, 40)) @ np.diag(np.logspace(0, -2, 40)),
+        "stack": rng.standard_normal((2, 16, 32)) * np.asarray([1.0, 1e-3])[:, None, None],
+        "vector": rng.standard_normal(32),
+    }
+    gradient = {name: jnp.asarray(value, jnp.float32) for name, value in gradient.items()}
+    with jax.numpy_dtype_promotion("standard"):
+        chain = trainer._optimiser(TrainSettings(optimiser="muon", clip=1e9))
+        assert isinstance(chain, optax.GradientTransformation)
+        found, _ = chain.update(gradient, chain.init(gradient), gradient)
+        adam = optax.scale_by_adam(b1=0.9, b2=0.95, nesterov=True)
+        expected, _ = adam.update(gradient, adam.init(gradient))
+    for matrix, made_from in (
+        (found["matrix"], gradient["matrix"]),
+        *zip(found["stack"], gradient["stack"], strict=True),
+    ):
+        values = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+        assert values.max() < 2 * np.median(values) and np.vdot(matrix, made_from) > 0
+        assert 0.1 < np.sqrt(np.mean(np.asarray(matrix) ** 2)) < 0.3  # as large as Adam's usual step
+    np.testing.assert_allclose(found["vector"], expected["vector"], rtol=1e-5)
 
 
 def test_shipped_draft_is_small_and_whole():
