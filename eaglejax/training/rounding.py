@@ -18,7 +18,7 @@ def int8_rows(weight: Float[np.ndarray, "o i"]) -> tuple[Int8[np.ndarray, "o i"]
 
     Of several factors up to the row's largest value over 127, the one with the least squared error is taken.
     """
-    factor = _factors(np.asarray(weight, np.float32), np)
+    factor = np.asarray(_factors(np.asarray(weight, np.float32), np))
     return np.clip(np.rint(weight / factor), -127, 127).astype(np.int8), factor
 
 
