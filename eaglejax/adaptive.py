@@ -13,6 +13,7 @@ from eaglejax.measure.cycle_costs import Costs, measure_costs
 from eaglejax.measure.tuning import FIX, Tuning, holds_for, read_tuning, stored_path
 from eaglejax.sharding.processes import from_all, telling
 from eaglejax.speculation.adapt import PRIOR_CHAIN, Policy, make_policy, prior_policy, prior_reach
+from eaglejax.speculation.experience import Experience
 from eaglejax.speculation.programs import Programs
 
 log = logging.getLogger("eaglejax")
@@ -31,6 +32,7 @@ class Adaptive:
         self._looked = tuning in ("none", "measure")
         self._costs: dict[tuple[Auto, int], Costs] = {}
         self._policies: dict[tuple[Auto, int, bool], Policy] = {}
+        self._experiences: dict[tuple[Auto, bool], Experience] = {}
 
     @property
     def tuning(self) -> Tuning | None:
@@ -49,6 +51,7 @@ class Adaptive:
         """Decode with a new tuning from now on."""
         self._tuning, self._looked = tuning, True
         self._policies.clear()
+        self.forget()
 
     def policy(self, programs: Programs, width: int, sampled: bool) -> Policy:
         """The placed tables of a wave of `width` slots; `sampled` where any of its requests draws. Measures where it has to."""
@@ -57,6 +60,14 @@ class Adaptive:
         if key not in self._policies:
             self._policies[key] = programs.place_policy(self._tables(programs, width, sampled))
         return self._policies[key]
+
+    def experience(self, auto: Auto, sampled: bool) -> Experience:
+        """What waves with these trees have shown so far, greedy and sampled ones apart."""
+        return self._experiences.setdefault((auto, sampled), Experience())
+
+    def forget(self) -> None:
+        """Begin the next wave as if it were the first: the draft is another."""
+        self._experiences.clear()
 
     def describe(self) -> str:
         """Where the tables come from, in words."""

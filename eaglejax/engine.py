@@ -285,6 +285,8 @@ class EagleJaxEngine:
         if own.config != draft.config or own.dtype != draft.dtype:
             raise ConfigError("not of the shape of the engine's draft", where="draft", found=draft.config)
         self._pair.draft = draft
+        if self._adaptive is not None:
+            self._adaptive.forget()
         for programs in self._programs.values():
             programs.use_draft(draft)
         self._teacher = Teacher(self._pair.target, draft, self._pair.mesh)
@@ -440,12 +442,13 @@ class EagleJaxEngine:
         return self.speculation if isinstance(speculation, Own) else self.check_speculation(speculation)
 
     def _wave(self, programs: Programs, jobs: list[Job]) -> Wave:
-        policy = None
+        policy = experience = None
         if isinstance(programs.spec, Auto):
             assert self._adaptive is not None
             sampled = any(job.sampling.temperature > 0 for job in jobs)
             policy = self._adaptive.policy(programs, programs.slots_for(len(jobs), self.slots), sampled)
-        return Wave(programs, jobs, self._pair.tokenizer, self.slots, policy)
+            experience = self._adaptive.experience(programs.spec, sampled)
+        return Wave(programs, jobs, self._pair.tokenizer, self.slots, policy, experience)
 
     def _need_draft(self):
         if self._pair.draft is None:

@@ -16,6 +16,7 @@ from eaglejax.config import Sampling, Speculation
 from eaglejax.generation import Chunk, Generation, Stats
 from eaglejax.sharding.layout import fetch
 from eaglejax.speculation.adapt import Policy
+from eaglejax.speculation.experience import Experience
 from eaglejax.speculation.programs import ALL_CYCLES, Programs, prefill_plan, stop_width
 from eaglejax.speculation.state import Request, State
 from eaglejax.text.stop import TextStream
@@ -49,8 +50,11 @@ class Wave:
         tokenizer: Tokenizer | None,
         slots: int,
         policy: Policy | None = None,
+        experience: Experience | None = None,
     ):
+        """Arguments: policy: tables of "auto". experience: what it carries from wave to wave; this one begins with it and adds to it."""
         self.programs, self.jobs, self.tokenizer, self.policy = programs, list(jobs), tokenizer, policy
+        self.experience = experience
         self.slots = programs.slots_for(len(self.jobs), slots)
         self.answers: list[Generation | None] = [None] * len(self.jobs)
         self._streams = [TextStream(tokenizer, job.sampling.stop) if tokenizer else None for job in self.jobs]
@@ -82,6 +86,7 @@ class Wave:
                     pieces = list(self._collect(state, ended))
                 yield from pieces
                 if all(self.answers):
+                    self._remember(state)
                     return
                 begin, whole = time.perf_counter(), False
                 with TraceAnnotation(DECODE):
@@ -92,6 +97,14 @@ class Wave:
         finally:
             if whole:
                 self.programs.keep(state)
+
+    def _remember(self, state: State) -> None:
+        if self.experience is None or state.belief is None:
+            return
+        made = fetch(state.length) - fetch(state.request.prompt_length) - 1
+        taken = np.arange(self.slots) < len(self.jobs)
+        belief = state.belief
+        self.experience.learn(fetch(belief.difficulty), fetch(belief.spent), fetch(belief.credit), made, taken)
 
     def _without_budget(self) -> Iterator[tuple[int, Chunk]]:
         # nothing was asked of the model: no prefill, no draft step
@@ -106,7 +119,7 @@ class Wave:
     def prefilled(self) -> State:
         """The state after the prefill: every slot has its first token."""
         longest = max(len(job.prompt) for job in self.jobs)
-        state = self.programs.start(*self._arrays(longest))
+        state = self.programs.start(*self._arrays(longest), self.experience)
         for offset, rows in prefill_plan(longest):
             state = self.programs.prefill(state, offset, rows)
         return state

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eaglejax import EagleJaxEngine, Sampling
+from eaglejax import EagleJaxEngine, Sampling, Speculation
 from eaglejax.checkpoint import builtin
+from eaglejax.checkpoint.builtin import builtin_path
 from eaglejax.checkpoint.difference import difference_config
 from eaglejax.checkpoint.difference_writer import RoutedLayer, write_difference
 from eaglejax.checkpoint.reader import open_checkpoint
@@ -81,6 +82,24 @@ def test_the_load_report_names_base_and_difference(zero):
     assert "224 routed experts in 28 layers, int8 with a scale for each row" in report
     stored = next(line for line in report.splitlines() if "in the file, float32 here" in line)
     assert "I8" in stored and "Q4_1" in stored and "not used" not in report
+
+
+def test_the_shipped_experts_and_their_draft():
+    """Small, whole, at work, and drafted for without a change of the text."""
+    folder = builtin_path("smollm2-moe")
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= LIMIT
+    engine = EagleJaxEngine.from_pretrained(
+        "smollm2-moe", draft="smollm2-moe-eagle3", max_len=128, slots=1, tuning="none"
+    )
+    assert not engine.load_report.warnings
+    sampling = Sampling(max_new_tokens=24)
+    plain = engine.chat(MESSAGES, sampling, speculation=None)
+    drafted = engine.chat(MESSAGES, sampling, speculation=Speculation(3, 1, 4))
+    assert drafted.token_ids == plain.token_ids and drafted.stats.tau > 1.5
+    score = engine.score(plain.prompt_token_ids + plain.token_ids)
+    assert sorted(score.experts) == list(range(10, 30))
+    used = np.stack(list(score.experts.values()))
+    assert used.shape[1:] == (len(score.logits), 4) and len(np.unique(used)) == 16
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """speculation="auto" beside plain decoding and fixed trees, in turns, per prompt set; every answer's tokens compared with plain decoding's.
 
+The last set, "noise", is random prompts answered at temperature 2: text that no draft foresees (greedy answers to random prompts soon go
+round in circles, which drafts do foresee).
+
 python tools/compare_auto.py --prompts 2 --rounds 2 --tokens 48
 """
 
@@ -14,7 +17,7 @@ from eaglejax import EagleJaxEngine, Sampling, Speculation
 from eaglejax.measure.compile_clock import CompileClock
 from eaglejax.measure.prompt_sets import read_prompts
 
-SETS = ("mt_bench", "gsm8k", "humaneval", "random")
+SETS = ("mt_bench", "gsm8k", "humaneval", "random", "noise")
 SETTINGS = {"plain": None, "(3, 1, 4)": Speculation(3, 1), "(3, 4, 8)": Speculation(3, 4, 8), "auto": "auto"}
 
 
@@ -29,7 +32,6 @@ def main() -> None:
     parser.add_argument("--tuning", default="measure")
     args = parser.parse_args()
     engine = EagleJaxEngine.from_pretrained(args.model, draft=args.draft, max_len=512, slots=1, tuning=args.tuning)
-    ask = Sampling(max_new_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=0)
     clock = CompileClock()
     for name, spec in SETTINGS.items():
         begin = time.perf_counter()
@@ -39,7 +41,10 @@ def main() -> None:
     print(engine.load_report.notes["speculation"][-1], flush=True)
     told = lambda answers: [answer.token_ids for answer in answers]
     for source in SETS:
-        prompts = [p.content for p in read_prompts(source, args.prompts, vocab_size=engine.vocab_size)]
+        heat = 2.0 if source == "noise" else args.temperature
+        ask = Sampling(max_new_tokens=args.tokens, ignore_eos=True, temperature=heat, seed=0)
+        named = "random" if source == "noise" else source
+        prompts = [p.content for p in read_prompts(named, args.prompts, vocab_size=engine.vocab_size)]
         rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
         wrong, used = 0, [0] * len(engine.speculation.choices)  # pyright: ignore[reportAttributeAccessIssue]
         for _ in range(args.rounds):

@@ -226,6 +226,7 @@ class Run:
             trials = {}
             for name in trainer.OPTIMISERS:
                 self.log(f"trial of {name}")
+                self.features.clear()  # each computes its own
                 trials[name] = go(first, replace(settings, optimiser=name), lambda: args.trial_seconds)
             name = max(trials, key=lambda one: trials[one][0])
             self.log(

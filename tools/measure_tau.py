@@ -55,6 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.prompts:
         check_set(name)
+    if len({Path(name).stem for name in args.prompts}) < len(args.prompts):
+        raise SystemExit(f"--prompts {' '.join(args.prompts)}: two sets of one name")
     trees = {text: tree_of(text) for text in args.trees}
     engine = EagleJaxEngine.from_pretrained(
         args.target,
@@ -73,13 +75,21 @@ def main() -> None:
     for text, tree in trees.items():
         for temperature in args.temperatures:
             began = time.time()
-            sampling = Sampling(max_new_tokens=args.new_tokens, temperature=temperature, seed=0)
-            answers = iter(engine.generate(everything, sampling, speculation=tree))
+            # a seed of its own for each prompt: noise is a function of seed, position and id
+            asking = [
+                Sampling(max_new_tokens=args.new_tokens, temperature=temperature, seed=n)
+                for n in range(len(everything))
+            ]
+            answers = iter(engine.generate(everything, asking, speculation=tree))
             sets = {}
             for name, prompts in asked.items():
                 mine = [next(answers) for _ in prompts]
                 sets[name] = [
-                    {"accepted": list(a.stats.accepted_per_cycle), "repeats": mostly_repeated(a.token_ids)}
+                    {
+                        "accepted": list(a.stats.accepted_per_cycle),
+                        "repeats": mostly_repeated(a.token_ids),
+                        "token_ids": a.token_ids,
+                    }
                     for a in mine
                 ]
             print(f"({text}), temperature {temperature:g}, {time.time() - began:.0f} s", flush=True)

@@ -2,7 +2,7 @@
 
 Prompts are padded on the left, so that every sequence writes its keys at the same place: one slice update per layer
 and no gather. A finished sequence idles until its batch is done. Serving uses `EagleJaxEngine.generate`; this is the
-bulk form for a dense target on an accelerator.
+bulk form for a target with grouped-query attention on an accelerator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a draft for the built-in target `smollm2`: the target answers the prompts, the draft learns from the answers.
+"""Train a draft for a built-in target: the target answers the prompts, the draft learns from the answers.
 
     prepare   prompts (JSONL, gzip) -> one file of token ids, chat template applied         (a CPU, a minute)
     train     answers sampled from the target, draft trained on them, the best kept         (an accelerator, minutes)
@@ -38,9 +38,13 @@ def export(args) -> None:
     weights, facts = load_parts(Path(args.weights))
     target = load_target(resolve(args.target).path, dtype="float32", report=LoadReport())
     own, ids = str(facts["head"]) == "own", facts["target_ids"]
-    if args.vocab:
+    if args.vocab is not None:
         if own:
             raise SystemExit("--vocab: an own head has rows for the ids it was trained with alone")
+        if "counts" not in facts:
+            raise SystemExit(f"--vocab: the weights in {args.weights} were kept without the counts of their answers")
+        if not 0 < args.vocab <= len(facts["counts"]):
+            raise SystemExit(f"--vocab {args.vocab}: found {len(facts['counts'])} ids in the target's vocabulary")
         ids = np.sort(np.argsort(-facts["counts"], kind="stable")[: args.vocab]).astype(np.int32)
     captures = tuple(facts["boundaries"].tolist()) if "boundaries" in facts else None
     config = draft_shape(target.config, len(ids), int(facts["mlp"]), own_head=own, boundaries=captures)
@@ -83,7 +87,7 @@ def parse() -> argparse.Namespace:
     two.add_argument("--vocab", type=int, help="draft vocabulary (default 5248)")
     two.add_argument("--boundaries", help="captures of a fresh draft, such as 3,16,28 (default 2, L // 2, L - 3)")
     two.add_argument("--objective", choices=OBJECTIVES, default="entropy")
-    two.add_argument("--optimiser", choices=OPTIMISERS, default="adamw")
+    two.add_argument("--optimiser", choices=OPTIMISERS, default="adamw", help="not with --trial-seconds")
     two.add_argument("--int8", action="store_true", help="train towards the rounding of the export")
     two.add_argument("--trial-seconds", type=float, default=0, help="try each optimiser so long, go on with the better")
     two.add_argument("--dtype", default="bfloat16")

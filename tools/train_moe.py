@@ -187,6 +187,8 @@ def packed(documents: list[np.ndarray], seed: int) -> Batch:
 
 class Run:
     def __init__(self, args):
+        if args.batch % 4 or (args.batch // 4 * ROW) % min(CHUNK, args.batch // 4 * ROW):
+            raise SystemExit(f"--batch {args.batch}: a quarter of it, in rows of {ROW}, must be cut evenly by {CHUNK}")
         self.args, self.began = args, time.time()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -298,7 +300,7 @@ class Run:
                 jax.block_until_ready(figures)
                 began = time.time()
                 if args.total_seconds:
-                    seconds = min(seconds, args.total_seconds - (began - self.began))
+                    seconds = max(1.0, min(seconds, args.total_seconds - (began - self.began)))
                 self.log(f"first step done; training for {seconds:.0f} s")
             if number % 20 == 0:
                 seen = [float(f) for f in figures]

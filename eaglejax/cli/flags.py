@@ -26,7 +26,10 @@ class Flag:
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "model": (
         Flag("config", "TOML file with any of the settings below; flags win over the file"),
-        Flag("model", "built-in name (smollm2), folder in Hugging Face format, .gguf file or hub id; default smollm2"),
+        Flag(
+            "model",
+            "built-in name (smollm2, smollm2-moe), folder in Hugging Face format, .gguf file or hub id; default smollm2",
+        ),
         Flag(
             "draft",
             "EAGLE-3 draft, likewise, or none; default: a built-in model's own (smollm2-eagle3 with smollm2), else none",
@@ -136,6 +139,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("decay", "weight of unrolled step j is decay^j; default 0.8"),
         Flag("clip", "global norm of the gradient at most; default 0.5"),
         Flag("objective", "entropy (default: EAGLE's) or acceptance (-log sum min(p, q))"),
+        Flag("optimiser", "adamw (default), or muon: matrices move along their momentum made orthogonal"),
+        Flag("int8", "train towards the rounding of an int8 export", "switch"),
         Flag("dtype", "of target and compute: bfloat16 (default) or float32; weights are float32"),
         Flag(
             "mesh",

@@ -62,7 +62,7 @@ def state_bytes(sizes: Sizes) -> dict[str, int]:
     # length, pending_count, cycles 4 each, done and stopped 1 each; token and acceptance history
     counters = slots * (3 * 4 + 2) + 2 * slots * sizes.max_len * 4
     if isinstance(sizes.spec, Auto):  # log-weights, time spent, cycles by choice
-        counters += slots * 4 * (len(DIFFICULTIES) + 1 + len(sizes.spec.choices))
+        counters += slots * 4 * (len(DIFFICULTIES) + 2 + len(sizes.spec.choices))
     return {
         "target cache": cache_bytes(sizes.target.layers, slots, sizes.max_len, sizes.itemsize),
         "draft cache": cache_bytes(draft, slots, sizes.max_len, sizes.itemsize),

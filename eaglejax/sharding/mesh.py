@@ -1,4 +1,7 @@
-"""The device mesh: axes "data" (slots are split over it, nothing ever crosses it) and "model" (weights are split over it)."""
+"""The device mesh: axes "data" (slots are split over it) and "model" (weights are split over it).
+
+In serving nothing ever crosses "data"; a train step sums its gradients over both.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ large one that it never does. Each slot keeps a log-weight for every difficulty 
 cycles accepted and fading towards the prior. Expected tokens per cycle over the measured cost of a cycle then say which choice is fastest.
 
 What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that
-would overdraw a small allowance if nothing of it were accepted is not chosen, however good it looks. The draft's run over a full window is
-counted there too but cannot be refused: without it the draft would fall behind for good.
+would overdraw the slot's credit if nothing of it were accepted is not chosen, however good it looks. The credit is a small allowance, or
+what earlier answers have won (`experience.py`), and grows with every right guess of the draft beside plain decoding: each is a step that a
+tree would have saved. The draft's run over a full window is counted too but cannot be refused: without it the draft would fall behind for
+good.
 
 Everything a choice depends on is the same on all devices of a model axis: accepted counts are integers they agree on, the tables are
 arguments given alike to all, sums are elementwise and over fixed axes. Shards of the data axis choose each for their own slots; no
@@ -33,7 +35,8 @@ PRIOR = (0.02, 0.06, 0.15, 0.20, 0.22, 0.15, 0.10, 0.06, 0.04)
 KEEP = 0.93  # of a log-weight when the next evidence comes: about 14 cycles are remembered
 MARGIN = 1.02  # a tree has to promise so many times plain decoding's rate
 SHARE = 0.01  # of the time so far that speculation may have lost
-ALLOWANCE = 1.5  # plain steps that it may have lost beyond that
+ALLOWANCE = 1.5  # plain steps that it may have lost beyond that, before anything is known
+PER_GUESS = 0.2  # plain steps of credit for a right guess
 LEAST = 1e-4  # shares stay so far from 0 and 1
 
 
@@ -58,6 +61,7 @@ class Belief:
 
     difficulty: Float[Array, "b e"]  # log-weight of every difficulty
     spent: Float[Array, " b"]  # cost of the slot's cycles so far, in plain steps
+    credit: Float[Array, " b"]  # plain steps that they may have cost beyond what they made
     used: Int[Array, "b o"]  # cycles with each choice
 
 
@@ -93,12 +97,15 @@ def make_policy(reach: Sequence[Sequence[float]], cost: Sequence[float], catch_u
     )
 
 
-def fresh_belief(slots: int, choices: int) -> Belief:
-    """What is believed before the first cycle."""
-    prior = jnp.log(jnp.asarray(PRIOR, jnp.float32))
+def fresh_belief(
+    slots: int, choices: int, weights: Sequence[float] | Float[np.ndarray, " e"] = PRIOR, credit: float = ALLOWANCE
+) -> Belief:
+    """What is believed before the first cycle: how likely each difficulty is, and what may be lost."""
+    prior = jnp.log(jnp.asarray(np.asarray(weights, np.float32)))
     return Belief(
         difficulty=jnp.broadcast_to(prior, (slots, len(PRIOR))),
         spent=jnp.zeros((slots,), jnp.float32),
+        credit=jnp.full((slots,), credit, jnp.float32),
         used=jnp.zeros((slots, choices), jnp.int32),
     )
 
@@ -118,7 +125,7 @@ def choose(
     of_live = lambda x: jnp.sum(jnp.where(live.reshape(live.shape + (1,) * (x.ndim - 1)), x, 0), axis=0)
     rate = of_live(tokens) / policy.cost
     slots = jnp.sum(live, dtype=jnp.int32).astype(jnp.float32)
-    won = of_live(made.astype(jnp.float32) - (1 - SHARE) * belief.spent) + ALLOWANCE * slots
+    won = of_live(made.astype(jnp.float32) - (1 - SHARE) * belief.spent + belief.credit)
     pays = rate >= MARGIN * rate[0]
     affordable = won >= slots * (policy.cost - 1)
     best = jnp.argmax(jnp.where(pays & affordable, rate, -1)).astype(jnp.int32)
@@ -149,6 +156,7 @@ def learn_guesses(policy: Policy, belief: Belief, right: Int[Array, " b"], guess
     """What `right` of `guesses` first guesses of the draft say, made beside tokens that plain decoding drew."""
     count = lambda x: x.astype(jnp.float32)[:, None]
     evidence = count(right) * policy.guess[1] + count(guesses - right) * policy.guess[0]
+    belief = replace(belief, credit=belief.credit + PER_GUESS * right.astype(jnp.float32))
     return _learned(belief, evidence, jnp.float32(KEEP) ** count(guesses), guesses > 0)
 
 

@@ -20,7 +20,8 @@ from eaglejax.sharding.layout import place, shapes_on, weight_specs
 from eaglejax.sharding.mesh import DATA, axis_size
 from eaglejax.sharding.spmd import on_mesh, state_specs
 from eaglejax.speculation import loop
-from eaglejax.speculation.adapt import Policy, fresh_belief, prior_policy
+from eaglejax.speculation.adapt import Policy, prior_policy
+from eaglejax.speculation.experience import Experience
 from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, Request, State, new_state
 
@@ -133,9 +134,11 @@ class Programs:
         """An array with one entry per slot, on the devices."""
         return place(value, self.mesh, P(DATA))
 
-    def start(self, request: Request, prompts: Shaped[np.ndarray, "b n"]) -> State:
+    def start(
+        self, request: Request, prompts: Shaped[np.ndarray, "b n"], experience: Experience | None = None
+    ) -> State:
         """A state whose slots hold their prompts. The caches of an earlier wave of the same width are used again as they are:
-        rows beyond a slot's length are never read."""
+        rows beyond a slot's length are never read. `experience`: of earlier waves, for "auto"."""
         batch = prompts.shape[0]
         state = self._idle.pop(batch, None)
         if state is None:
@@ -145,7 +148,7 @@ class Programs:
         put = self.put
         # separate buffers: the state is donated whole
         zeros = lambda kind="int32": put(np.zeros(batch, kind))
-        belief = fresh_belief(batch, self._choices) if self._choices else None
+        belief = (experience or Experience()).begin(batch, self._choices) if self._choices else None
         return replace(
             state,
             request=request,

@@ -24,7 +24,7 @@ from eaglejax.models.capture import IDS_KEY, MANIFEST_KEY
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, RopeConfig
 from eaglejax.models.draft import Draft
 from eaglejax.models.layers import leaves
-from eaglejax.training.rounding import int8_rows
+from eaglejax.training.int8 import int8_rows
 from eaglejax.training.weights import checkpoint_names, frozen_paths
 
 Form = Literal["safeailab", "speculators"]

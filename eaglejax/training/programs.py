@@ -35,7 +35,7 @@ def step_rows(batch: int, mesh: Mesh | None) -> P:
     return P(AXES) if batch % everywhere == 0 else P(DATA)
 
 
-def described(batch: int, mesh: Mesh) -> str:
+def mesh_line(batch: int, mesh: Mesh) -> str:
     """The mesh, and what each device takes of a batch, in one line."""
     data, model = axis_size(mesh, DATA), axis_size(mesh, MODEL)
     divisor = data if step_rows(batch, mesh) == P(DATA) else data * model

@@ -27,8 +27,8 @@ from eaglejax.training.curves import EVALUATION, TRAINING, Curves
 from eaglejax.training.data import batch_of, batch_rows
 from eaglejax.training.evaluate import Acceptance, Evaluator
 from eaglejax.training.export import write_draft
-from eaglejax.training.programs import TargetPass, TrainStep, put_text, whole
-from eaglejax.training.programs import described as described_mesh
+from eaglejax.training.int8 import as_exported
+from eaglejax.training.programs import TargetPass, TrainStep, mesh_line, put_text, whole
 from eaglejax.training.run_parts import (
     Material,
     Progress,
@@ -122,7 +122,7 @@ class _Run:
         self.config, self.pair, self.material, self.start, self.out, self.say = config, pair, material, start, out, say
         say(described(start, material))
         if pair.mesh is not None:
-            say(described_mesh(config.batch, pair.mesh))
+            say(mesh_line(config.batch, pair.mesh))
         self.settings = trainer.TrainSettings(
             unroll=config.unroll,
             decay=config.decay,
@@ -132,6 +132,8 @@ class _Run:
             compute_dtype=config.dtype,
             accumulate=config.accumulate,
             objective=config.objective,  # pyright: ignore[reportArgumentType]
+            optimiser=config.optimiser,  # pyright: ignore[reportArgumentType]
+            int8=config.int8,
         )
         self.checkpoints = Checkpoints(out, config.keep)
         self.curves = Curves(out, config.unroll, config.tree[0])
@@ -202,6 +204,8 @@ class _Run:
         """The module that serves these weights."""
         frozen = self.start.frozen
         parameters = frozen.parameters(self.start.config)
+        if self.config.int8:
+            weights = as_exported(weights)
         return rebuild(self.start.config, weights, parameters, frozen.target_ids, self.pair.dtype)
 
     def evaluate(self, state: trainer.TrainState, step: int) -> Acceptance:
@@ -235,10 +239,10 @@ class _Run:
 
     def export(self, weights) -> None:
         exact = {path: np.asarray(value) for path, value in weights.items()}
-        frozen, config = self.start.frozen, self.start.config
+        frozen, config, ids = self.start.frozen, self.start.config, np.asarray(self.start.frozen.target_ids)
         own = np.asarray(frozen.embedding.astype(jnp.float32)) if config.own_embedding else None
         with swap_folder(self.out / EXPORT) as folder:
-            write_draft(folder, config, exact, np.asarray(frozen.target_ids), embedding=own)
+            write_draft(folder, config, exact, ids, int8=self.config.int8, embedding=own)
 
     def tree(self, state: trainer.TrainState) -> dict[str, Any]:
         ids = self.start.frozen.target_ids

@@ -16,6 +16,8 @@ from eaglejax.sharding.mesh import DATA, mesh_sizes
 
 # keys that may change between a stop and its resume: they change no weight and no acceptance, another mesh only their rounding
 FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots", "mesh")
+# keys younger than some checkpoints: at these values they bind nothing, as when they were not there
+YOUNGER = {"optimiser": "adamw", "int8": False}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TrainConfig:
     Draft: `start` a draft's folder to go on from; else `head` ("own", or "target": borrowed), `mlp` (default: four
         times the width), `vocab` (default: 32,000, or the target's), `boundaries` (default 2, L // 2, L - 3).
     Step: rows of `row_length` tokens, `batch` of them at a time, `accumulate` times, for `steps` optimiser steps; `rate`
-        the peak rate, `warmup` the share of steps in which it rises; `unroll`, `decay`, `clip`, `objective`
+        the peak rate, `warmup` the share of steps in which it rises; `unroll`, `decay`, `clip`, `objective`, `optimiser`, `int8`
         (`TrainSettings`); `dtype` of target and compute.
     Run: `seed`; a checkpoint every `save_every` steps, the last `keep` of them kept; every `evaluate_every` steps
         `evaluate_prompts` held-out prompts answered by the engine with `tree`, `evaluate_tokens` each, in `slots`;
@@ -58,6 +60,8 @@ class TrainConfig:
     decay: float = 0.8
     clip: float = 0.5
     objective: str = "entropy"
+    optimiser: str = "adamw"
+    int8: bool = False
     dtype: str = "bfloat16"
     seed: int = 0
     save_every: int = 200
@@ -94,6 +98,7 @@ class TrainConfig:
         if self.warmup >= 1:
             raise ConfigError("out of range", where="warmup", found=self.warmup, expected="0 <= warmup < 1")
         choices = {"head": ("own", "target"), "objective": ("entropy", "acceptance"), "dtype": ("bfloat16", "float32")}
+        choices["optimiser"] = ("adamw", "muon")
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError("unknown", where=name, found=getattr(self, name), expected=" or ".join(known))
@@ -119,6 +124,7 @@ class TrainConfig:
     def binding(self) -> dict[str, Any]:
         """The keys that a resumed run must share, as JSON holds them."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        values = {name: value for name, value in values.items() if name not in YOUNGER or value != YOUNGER[name]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

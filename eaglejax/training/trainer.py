@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from eaglejax.errors import ConfigError
 from eaglejax.models.config import DraftConfig
 from eaglejax.models.rows import Step
 from eaglejax.models.target import Target
+from eaglejax.training.int8 import as_exported
 from eaglejax.training.losses import Objective
-from eaglejax.training.rounding import straight_through
 from eaglejax.training.ttt import Text, causal_within, teach, ttt
 from eaglejax.training.weights import EMBEDDING, HEAD, rebuild
 
-OPTIMISERS = ("adamw", "muon")
+Optimiser = Literal["adamw", "muon"]
+OPTIMISERS: tuple[Optimiser, ...] = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TrainSettings:
     compute_dtype: str = "bfloat16"
     accumulate: int = 1
     objective: Objective = "entropy"
-    optimiser: str = "adamw"
+    optimiser: Optimiser = "adamw"
     int8: bool = False
 
     def rate_at(self, progress: float) -> float:
@@ -146,6 +148,8 @@ def _direction(settings: TrainSettings) -> optax.GradientTransformation:
     b1, b2 = settings.betas
     if settings.optimiser == "adamw":
         return optax.scale_by_adam(b1=b1, b2=b2)
+    if settings.optimiser != "muon":
+        raise ConfigError("unknown", where="optimiser", found=settings.optimiser, expected=" or ".join(OPTIMISERS))
     muon = optax.contrib.muon(1.0, consistent_rms=0.2, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_matrices)
     return optax.chain(muon, optax.scale(-1.0))  # the rate, and the sign of a descent, are applied by the step
 
@@ -194,7 +198,7 @@ def train_step(
 
     def objective(weights):
         if settings.int8:
-            weights = {path: straight_through(w) if w.ndim > 1 else w for path, w in weights.items()}
+            weights = as_exported(weights)
         draft = rebuild(config, weights, frozen.parameters(config), frozen.target_ids, dtype)
         out = ttt(draft, text, features.captured, teacher, settings.unroll, settings.objective)
         decays = jnp.float32(settings.decay) ** jnp.arange(settings.unroll, dtype=jnp.float32)
@@ -226,6 +230,8 @@ def drafted_tokens(
     """The chain that the draft would propose at every place, target ids; of no meaning behind a wrong token."""
     dtype = jnp.dtype(settings.compute_dtype)
     teacher = teach(features.last, frozen.head, frozen.target_ids)
+    if settings.int8:
+        weights = as_exported(weights)
     draft = rebuild(config, weights, frozen.parameters(config), frozen.target_ids, dtype)
     return ttt(draft, text, features.captured, teacher, settings.unroll).drafted
 

@@ -1,5 +1,6 @@
 """The policy of "auto" without a model: what it believes, what it chooses, what it may lose."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,6 +13,7 @@ from eaglejax.config import Auto, Speculation
 from eaglejax.speculation.adapt import (
     ALLOWANCE,
     DIFFICULTIES,
+    PER_GUESS,
     PRIOR,
     SHARE,
     account,
@@ -95,6 +97,23 @@ def test_right_guesses_bring_speculation_back():
     assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(7), ints(8)), rich, room, live)) > 0
     same = learn_guesses(POLICY, belief, ints(0), ints(0))
     np.testing.assert_array_equal(same.difficulty, belief.difficulty)
+
+
+def test_right_guesses_lend_credit_to_a_slot_that_has_lost_all_of_it():
+    live, room = jnp.ones((1,), bool), ints(1000)
+    belief = fresh_belief(1, 3)
+    for _ in range(4):  # nothing is accepted: the allowance goes
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), ints(0), live)
+        belief = account(POLICY, belief, jnp.int32(1), jnp.bool_(True), live)
+    made = ints(4)
+    assert 4 - (1 - SHARE) * float(belief.spent[0]) + float(belief.credit[0]) < 0
+    promising = lambda right: learn_guesses(POLICY, belief, ints(right), ints(8))
+    assert int(choose(POLICY, promising(8), made, room, live)) > 0
+    np.testing.assert_allclose(promising(8).credit, ALLOWANCE + 8 * PER_GUESS, rtol=1e-6)
+    assert int(choose(POLICY, promising(1), made, room, live)) == 0
+    # good guesses without credit are not enough
+    poor = dataclasses.replace(promising(8), credit=belief.credit)
+    assert int(choose(POLICY, poor, made, room, live)) == 0
 
 
 def test_one_choice_for_the_sum_of_the_live_slots():

@@ -70,6 +70,32 @@ def test_reported_acceptance_is_that_of_the_served_folder(straight, data, files)
     assert [float(row[f"accepted_{j}"]) for j in (1, 2, 3)] == found.unconditional
 
 
+def test_muon_towards_int8(straight, tmp_path, data, files):
+    """The other optimiser and the rounding of the export: stopped and gone on with, and reported as the int8 folder is served."""
+    changes = dict(optimiser="muon", int8=True, steps=8, save_every=2, evaluate_every=8)
+    whole = train(settings(tmp_path / "whole", data, files, **changes))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path / "stopped", data, files, **changes), progress=stop_after(5))
+    train(settings(tmp_path / "stopped", data, files, **changes))
+    for name in ("training.csv", "evaluation.csv"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    rounded, plain = (rows_of(out, "training.csv")[0]["loss"] for out in (tmp_path / "whole", straight[0]))
+    assert rounded != plain and float(rounded) == pytest.approx(float(plain), rel=1e-2)
+
+    folder = whole.draft
+    stored = load_file(folder / "model.safetensors")
+    assert stored["fc.weight"].dtype == np.int8 and stored["lm_head.weight"].dtype == np.int8
+    tree = Speculation(3, 1, 4)
+    engine = EagleJaxEngine.from_pretrained(
+        target_folder(data), draft=str(folder), speculation=tree, max_len=48, slots=4
+    )
+    prompts = [json.loads(line)["prompt_ids"] for line in files[1].read_text().splitlines()]
+    assert accepted(engine, prompts, tree, 12).tau == whole.best_tau
+    # a checkpoint of the run is no checkpoint of one with another optimiser
+    with pytest.raises(ConfigError, match="optimiser"):
+        train(settings(tmp_path / "whole", data, files, **{**changes, "optimiser": "adamw"}))
+
+
 def test_another_run_in_the_folder_is_refused(straight, data, files):
     with pytest.raises(ConfigError, match=r"belongs to another run; found rate 0\.003; expected rate 0\.01"):
         train(settings(straight[0], data, files, rate=0.01))

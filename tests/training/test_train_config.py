@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 
 from eaglejax.errors import ConfigError
+from eaglejax.training.losses import OBJECTIVES
 from eaglejax.training.train_config import FREE, TrainConfig, build, read_file
+from eaglejax.training.trainer import OPTIMISERS
 
 
 def made(**values):
     return build({"out": "o", "data": "d.jsonl", **values}, lambda name: f"--{name}")
+
+
+def test_choices_are_those_of_the_trainer():
+    for name, known in (("objective", OBJECTIVES), ("optimiser", OPTIMISERS)):
+        for choice in known:
+            made(**{name: choice})
+        with pytest.raises(ConfigError, match=f"{name}.*{' or '.join(known)}"):
+            made(**{name: "other"})
 
 
 def test_text_and_numbers_become_settings(tmp_path):
@@ -76,3 +86,6 @@ def test_what_binds_a_resumed_run():
     assert {"rate", "steps", "seed", "batch", "model", "data"} <= binding.keys() and not binding.keys() & set(FREE)
     assert made(rate=1e-3).binding() != binding and made(keep=5).binding() == binding
     assert TrainConfig("o", ("d.jsonl",)).binding() == binding
+    # younger keys bind where they say something new, so that older checkpoints can be gone on with
+    assert "optimiser" not in binding and made(optimiser="muon").binding()["optimiser"] == "muon"
+    assert "int8" not in binding and made(int8=True).binding()["int8"] is True

@@ -14,7 +14,7 @@ from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerCon
 from eaglejax.training import trainer
 from eaglejax.training.data import Document, pack
 from eaglejax.training.export import write_draft
-from eaglejax.training.rounding import int8_rows, straight_through
+from eaglejax.training.int8 import int8_rows, straight_through
 from eaglejax.training.trainer import TrainSettings
 from eaglejax.training.ttt import Text
 from eaglejax.training.weights import first_weights, trained_weights
@@ -149,13 +149,15 @@ def test_muon_moves_matrices_by_their_orthogonal_part():
     np.testing.assert_allclose(found["vector"], expected["vector"], rtol=1e-5)
 
 
-def test_shipped_draft_is_small_and_whole():
-    folder = builtin_path("smollm2-eagle3")
+@pytest.mark.parametrize("name", ["smollm2-eagle3", "smollm2-moe-eagle3"])
+def test_shipped_draft_is_small_and_whole(name, smollm2_path):
+    folder = builtin_path(name)
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 7_000_000
     report = LoadReport()
-    embedding = np.zeros((49152, 576), np.float32)
-    draft = read_draft(folder, dtype="float32", target_embedding=embedding, report=report).draft
-    assert draft.config.boundaries == (2, 15, 27) and draft.config.draft_vocab_size == draft.target_ids.shape[0]
+    base = load_target(str(smollm2_path), dtype="float32", report=LoadReport())
+    draft = read_draft(folder, dtype="float32", target=base, report=report).draft
+    assert draft.config.boundaries == (2, 15, 27)
+    assert draft.config.draft_vocab_size == draft.target_ids.shape[0] == 24_576
     assert not report.warnings
     weights = trained_weights(draft)
     assert all(np.isfinite(value).all() and float(np.abs(value).max()) > 0 for value in weights.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import jax
@@ -28,6 +29,11 @@ def straight_through(weight: Float32[Array, "*lead i"]) -> Float32[Array, "*lead
     factor = _factors(rows, jnp)
     rounded = jnp.clip(jnp.rint(rows / factor), -127, 127) * factor
     return weight + (rounded.reshape(weight.shape) - lax.stop_gradient(weight))
+
+
+def as_exported(weights: Mapping[str, Float32[Array, "..."]]) -> dict[str, Float32[Array, "..."]]:
+    """Weights by parameter path: matrices as an int8 export holds them (`straight_through`), vectors as they are."""
+    return {path: straight_through(weight) if weight.ndim > 1 else weight for path, weight in weights.items()}
 
 
 def _factors(rows, xp: ModuleType) -> np.ndarray | jax.Array:
