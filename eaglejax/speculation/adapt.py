@@ -32,7 +32,7 @@ from eaglejax.config import Auto, Speculation
 # how hard a text may be, and how likely that is before anything of it was seen
 DIFFICULTIES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 12.0)
 PRIOR = (0.02, 0.06, 0.15, 0.20, 0.22, 0.15, 0.10, 0.06, 0.04)
-KEEP = 0.93  # of a log-weight when the next evidence comes: about 14 cycles are remembered
+KEEP = 0.97  # of a log-weight when the next evidence comes: about 33 cycles are remembered
 MARGIN = 1.02  # a tree has to promise so many times plain decoding's rate
 SHARE = 0.01  # of the time so far that speculation may have lost
 ALLOWANCE = 1.5  # plain steps that it may have lost beyond that, before anything is known

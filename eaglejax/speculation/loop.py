@@ -95,7 +95,10 @@ def adaptive_cycle(
     #    guesses beside them says whether speculation would pay
     start, count = state.length - 1 - state.pending_count, state.pending_count
     waiting = jnp.max(count)
-    whole = (waiting >= auto.window) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
+    # a young answer looks up sooner: beginnings are unlike what follows, and half of a short answer would be over by then
+    young = jnp.min(jnp.where(live, made, auto.window)) < auto.window
+    full = jnp.where(young, max(auto.window // 2, most + 1), auto.window)
+    whole = (waiting >= full) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
     run = whole | (choice > 0)
     passes = [partial(each, models.draft, state, start, auto) for each in (follow.idle, follow.few, follow.many)]
     ran = lax.switch(run.astype(jnp.int32) + whole.astype(jnp.int32), passes)
