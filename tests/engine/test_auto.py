@@ -11,7 +11,7 @@ import pytest
 from eaglejax import Auto, Sampling, Speculation
 from eaglejax.errors import ConfigError
 from eaglejax.measure.cycle_costs import forced, measure_costs
-from eaglejax.speculation.adapt import ALLOWANCE, SHARE, make_policy, prior_policy
+from eaglejax.speculation.adapt import ALLOWANCE, PRIOR, SHARE, make_policy, prior_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -88,6 +88,24 @@ def spoiled(engine):
     draft = nnx.merge(graph, copy.deepcopy(arrays))
     draft.target_ids[...] = (draft.target_ids[...] + 31) % pairs.VOCAB
     return draft
+
+
+def test_an_answer_begins_with_what_the_last_one_showed(long_engine):
+    """Greedy and sampled waves apart, until the draft is another; the text is the same from any beginning."""
+    spec = long_engine.check_speculation(AUTO)
+    experience = lambda sampled: long_engine._adaptive.experience(spec, sampled)
+    asked, draft = pairs.prompts([9]), long_engine._pair.draft
+    long_engine.use_draft(spoiled(long_engine))
+    first = long_engine.generate(asked, SAMPLINGS[0], speculation=AUTO)
+    # nothing was accepted: the text looks hard, and what might be lost is spent
+    assert experience(False).weights[-3:].sum() > sum(PRIOR[-3:]) and experience(False).credit < ALLOWANCE
+    np.testing.assert_array_equal(experience(True).weights, np.asarray(PRIOR, np.float32))
+    again = long_engine.generate(asked, SAMPLINGS[0], speculation=AUTO)
+    assert pairs.ids(again) == pairs.ids(first)
+    grown = lambda answers: sum(sum(answer.stats.cycles_by_choice[1:]) for answer in answers)
+    assert 0 < grown(first) and grown(again) < grown(first)
+    long_engine.use_draft(draft)
+    np.testing.assert_array_equal(experience(False).weights, np.asarray(PRIOR, np.float32))
 
 
 def test_speculation_that_cannot_pay_loses_little_and_resumes_when_it_can(long_engine):
