@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from eaglejax.speculation.adapt import ALLOWANCE, PRIOR, SHARE, Belief, fresh_belief
 
 FORGET = 0.3  # how much of the prior is mixed into what the last wave believed
-MOST = 4.0  # plain steps of credit at most: what a wave may lose of what others have won
+MOST = 2.0  # plain steps of credit at most: what a wave may lose of what others have won
 
 
 @dataclass
