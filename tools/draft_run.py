@@ -22,7 +22,7 @@ from eaglejax.checkpoint.target_loader import load_target
 from eaglejax.load_report import LoadReport
 from eaglejax.models.config import DenseConfig, DraftConfig
 from eaglejax.training import trainer
-from eaglejax.training.data import Document, draft_vocabulary, pack
+from eaglejax.training.data import Document, batch_of, draft_vocabulary, pack
 from eaglejax.training.export import file_bytes, write_draft
 from eaglejax.training.shape import draft_shape, usual_boundaries
 from eaglejax.training.ttt import Text
@@ -155,17 +155,6 @@ class Run:
                     answers[name].append(document)
         return {name: pack([first_tokens(d, 128) for d in documents], ROW) for name, documents in answers.items()}
 
-    def batch(self, text: Text, rows: np.ndarray) -> Text:
-        """Rows of a text, on the device; short of a full batch the first row is repeated without loss."""
-        missing = self.args.batch - len(rows)
-        parts = {}
-        for name in ("tokens", "positions", "segments", "loss"):
-            part = np.asarray(getattr(text, name))[np.concatenate([rows, np.zeros(missing, int)])]
-            if name == "loss" and missing:
-                part[len(rows) :] = False
-            parts[name] = jnp.asarray(part)
-        return Text(**parts)
-
     def target_features(self, key: int, text: Text) -> trainer.TargetFeatures:
         """Features of a batch: kept on the device while they fit, computed anew otherwise."""
         if key in self.features:
@@ -183,7 +172,7 @@ class Run:
             drafted = []
             rows = np.arange(text.tokens.shape[0])
             for start in range(0, len(rows), self.args.batch):
-                part = self.batch(text, rows[start : start + self.args.batch])
+                part = batch_of(text, rows[start : start + self.args.batch], self.args.batch)
                 features = self.target_features(-1, part)
                 got = trainer.drafted_tokens(weights, frozen, part, features, config=config, settings=settings)
                 drafted.append(np.asarray(got)[:, : len(rows) - start])
@@ -218,7 +207,7 @@ class Run:
         rng = np.random.default_rng(args.seed + 1)
         rows = rng.permutation(text.tokens.shape[0])
         batches = [rows[i : i + args.batch] for i in range(0, len(rows) - args.batch + 1, args.batch)] or [rows]
-        first = self.first(config, head, target_ids, self.batch(text, batches[0]))
+        first = self.first(config, head, target_ids, batch_of(text, batches[0], args.batch))
         go = lambda first, settings, seconds: self.loop(
             trainer.start(first, settings), frozen, config, settings, text, batches, texts, rng, seconds
         )
@@ -268,7 +257,7 @@ class Run:
             if not order:
                 order, epoch = list(rng.permutation(len(batches))), epoch + 1
             key = int(order.pop())
-            part = self.batch(text, batches[key])
+            part = batch_of(text, batches[key], args.batch)
             features = self.target_features(key, part)
             state, figures = trainer.train_step(
                 state, frozen, part, features, jnp.float32(settings.rate_at(gone)), config=config, settings=settings

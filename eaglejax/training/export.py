@@ -71,9 +71,8 @@ def write_draft(
         raise ConfigError("the draft's own embedding is missing", where="embedding")
     if form == "speculators" and (embedding is None or (head is None and not config.own_head)):
         raise ConfigError("this layout holds embedding and head", where="form", found=form, fix="give the target's")
-    ids = np.asarray(
-        target_ids, np.int32 if int8 else np.int64
-    )  # others expect int64, but nobody else's format is int8
+    # other readers expect int64; int8 weights with a factor beside them are for ours
+    ids = np.asarray(target_ids, np.int32 if int8 else np.int64)
     member = np.zeros(config.vocab_size, bool)
     member[ids] = True
     tensors: dict[str, Shaped[np.ndarray, "..."]] = {"d2t": ids - np.arange(len(ids), dtype=ids.dtype), "t2d": member}

@@ -103,10 +103,11 @@ class TrainStep:
         Raises ConfigError, before anything is run, where the step does not fit a device.
         """
         if self._compiled is None:
-            self._compiled = self.lower(state, frozen, text, features, rate).compile()
-            need = check_fits(self._compiled, self._batch, text.tokens.shape[1], self._mesh)
+            compiled = self.lower(state, frozen, text, features, rate).compile()
+            need = check_fits(compiled, self._batch, text.tokens.shape[1], self._mesh)
             each = "" if self._mesh is None else " on each device"
             self._say(f"a train step takes {need / 1e9:.3f} GB beside weights and text{each}")
+            self._compiled = compiled
         return self._compiled(*self._given(state, frozen, text, features, rate))
 
     def lower(
