@@ -30,8 +30,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tuning", default="measure")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    engine = EagleJaxEngine.from_pretrained(args.model, draft=args.draft, max_len=512, slots=1, tuning=args.tuning)
+    engine = EagleJaxEngine.from_pretrained(
+        args.model, draft=args.draft, max_len=512, slots=1, tuning=args.tuning, dtype=args.dtype
+    )
     clock = CompileClock()
     for name, spec in SETTINGS.items():
         begin = time.perf_counter()

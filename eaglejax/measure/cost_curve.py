@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -93,32 +93,52 @@ def read_units(target: TargetConfig, rows: int, devices: int) -> float:
     )
 
 
-def measure_curve(
+def measure_curves(
     programs: Programs,
-    plain: Callable[[], float],
+    plain: Callable[[Sampling], float],
+    samplings: Mapping[str, Sampling],
     target: TargetConfig,
     devices: int,
     slots: int,
     topks: Sequence[int],
     advance: Callable[[int], object],
     rows: Sequence[int] = ROWS,
-) -> CostCurve:
-    """The curve of a pair with `slots` slots.
+) -> dict[str, CostCurve]:
+    """The curve of a pair with `slots` slots for each class of requests: draws cost something too.
 
     Arguments:
         programs: of any tree of the pair; its prefill and state are used.
         plain: milliseconds of a cycle of plain decoding with as many slots, measured now.
+        samplings: name of the class -> what its requests ask for.
         advance: told the parts that are done, for a progress bar.
     """
-    vocabulary, random = programs.vocab_size, np.random.default_rng(1)
-    prompts = random.integers(0, vocabulary, (slots, PROMPT)).tolist()
-    jobs = [Job(prompt, Sampling(max_new_tokens=programs.max_len), 0, ()) for prompt in prompts]
-    state = Wave(programs, jobs, None, slots).prefilled()
-    slots = state.length.shape[0]
-    parts: dict[object, Callable] = {n: _repeated(programs, _verify_rows(n, vocabulary)) for n in rows}
+    parts: dict[object, Callable] = {n: _repeated(programs, _verify_rows(n, programs.vocab_size)) for n in rows}
     for topk in topks:
         for steps in (1, DRAFTED):
             parts[topk, steps] = _repeated(programs, _draft_tree(Speculation(steps, topk, steps + 1)))
+    return {
+        name: _measure_curve(programs, parts, plain, sampling, target, devices, slots, topks, advance, rows)
+        for name, sampling in samplings.items()
+    }
+
+
+def _measure_curve(
+    programs: Programs,
+    parts: Mapping[object, Callable],
+    plain: Callable[[Sampling], float],
+    sampling: Sampling,
+    target: TargetConfig,
+    devices: int,
+    slots: int,
+    topks: Sequence[int],
+    advance: Callable[[int], object],
+    rows: Sequence[int],
+) -> CostCurve:
+    random = np.random.default_rng(1)
+    prompts = random.integers(0, programs.vocab_size, (slots, PROMPT)).tolist()
+    asked = replace(sampling, max_new_tokens=programs.max_len)
+    state = Wave(programs, [Job(prompt, asked, 0, ()) for prompt in prompts], None, slots).prefilled()
+    slots = state.length.shape[0]
     times: dict[object, list[float]] = {key: [] for key in parts}
     whole: list[float] = []
     for turn in range(ROUNDS + 1):
@@ -130,7 +150,7 @@ def measure_curve(
                 times[key].append(1e3 * (time.perf_counter() - begin) / REPEATS)
             else:
                 advance(1)
-        whole.append(plain())
+        whole.append(plain(sampling))
     programs.keep(state)
     middle = {key: statistics.median(found) for key, found in times.items()}
     verified = {n: middle[n] for n in rows}

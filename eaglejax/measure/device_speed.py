@@ -19,6 +19,8 @@ from eaglejax.sharding.mesh import MODEL, axis_size
 
 READ_BYTES = 256 * 2**20
 SQUARE = {"cpu": 1024, "gpu": 8192}
+# products in one program: a GPU is done with one before the host has started the next
+READS = {"cpu": 1, "gpu": 64}
 REPEATS = 5
 SUMS = 64  # all-reduces of one timed program
 SMALL, LARGE = 1024, 2**20  # float32 values of an all-reduce
@@ -33,7 +35,7 @@ def measure_speed(mesh: Mesh | None, dtype: DTypeLike) -> Hardware:
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     size = jnp.dtype(dtype).itemsize
     with jax.default_device(device):
-        bandwidth = _bandwidth(dtype, size)
+        bandwidth = _bandwidth(dtype, size, READS.get(device.platform, READS["gpu"]))
         flops = _flops(dtype, SQUARE.get(device.platform, SQUARE["gpu"]))
     allreduce, link = _collectives(mesh)
     sources = {
@@ -58,10 +60,13 @@ def _best(run: Callable[..., Any], *arguments: Any) -> float:
     return min(times)
 
 
-def _bandwidth(dtype: DTypeLike, size: int) -> float:
+def _bandwidth(dtype: DTypeLike, size: int, reads: int) -> float:
     columns = 4096
-    weight = jnp.ones((READ_BYTES // size // columns, columns), dtype)
-    return READ_BYTES / _best(jax.jit(project), jnp.ones((1, columns), dtype), weight)
+    weight = jnp.zeros((READ_BYTES // size // columns, columns), dtype)
+    # each product waits for the one before
+    again = lambda weight: lambda _, x: project(x, weight)[:, :columns]
+    run = jax.jit(lambda x, weight: lax.fori_loop(0, reads, again(weight), x))
+    return reads * READ_BYTES / _best(run, jnp.ones((1, columns), dtype), weight)
 
 
 def _flops(dtype: DTypeLike, width: int) -> float:

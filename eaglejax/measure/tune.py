@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import jax
 
 from eaglejax.config import PLAIN, Auto, Real, Sampling, Speculation, real_number, whole_number
 from eaglejax.errors import ConfigError
-from eaglejax.measure.cost_curve import ROWS, CostCurve, measure_curve
+from eaglejax.measure.cost_curve import ROWS, CostCurve, measure_curves
 from eaglejax.measure.cycle_costs import measure_costs
 from eaglejax.measure.look_ahead import LookAhead, whole_pool
 from eaglejax.measure.prompt_sets import read_prompts
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHAIN_STEPS, TREE_STEPS, TOPK = 7, 5, 4  # of the widest trees of the calibration
 BEST, CONFIRM_ROUNDS = 3, 3  # settings of each class that are run in any case; how often
+CURVE_TOKENS = 24  # of a plain answer beside the parts of a cycle
 MOST_TREES = 3  # of "auto": each is compiled
 HARDNESS = (0.5, 1.0, 2.0)  # texts for which "auto" gets the best tree: easier than the calibration's, like it, harder
 SETS = ("mt_bench", "gsm8k", "humaneval")
@@ -84,14 +85,14 @@ def tune(
 
     looking = _looking(engine)
     found = {name: _calibrate(looking, asked, sampling, slots, told) for name, sampling in classes.items()}
-    curve = _curve(engine, asked, rows, told)
+    curves = _curves(engine, asked, classes, rows, told)
     most = min(pair.draft.config.draft_vocab_size, TOPK)
     wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
-    predicted = {name: _predict(each.replayed(wanted), curve) for name, each in found.items()}
+    predicted = {name: _predict(each.replayed(wanted), curves[name]) for name, each in found.items()}
     confirmed = {
         name: _confirm(engine, asked, found[name].sampling, predicted[name], confirm, told) for name in classes
     }
-    trees = choose_trees([found[name].replayed(wanted) for name in classes], curve)
+    trees = choose_trees([(found[name].replayed(wanted), curves[name]) for name in classes])
     auto = Auto(trees)
     with told("costs of the chosen trees", 1) as advance:
         costs = measure_costs(engine._programs_for(auto), slots)
@@ -155,16 +156,23 @@ def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, s
     return Found(sampling, chains, broad)
 
 
-def _curve(engine: EagleJaxEngine, asked: list[list[int]], rows: Sequence[int], told: Progress) -> CostCurve:
+def _curves(
+    engine: EagleJaxEngine,
+    asked: list[list[int]],
+    classes: Mapping[str, Sampling],
+    rows: Sequence[int],
+    told: Progress,
+) -> dict[str, CostCurve]:
     pair = engine._pair
     assert pair.draft is not None
     topks = [k for k in (1, 2, TOPK) if k <= pair.draft.config.draft_vocab_size]
-    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    short = {name: replace(sampling, max_new_tokens=CURVE_TOKENS) for name, sampling in classes.items()}
     programs = engine._programs_for(whole_pool(CHAIN_STEPS, 1))
-    with told("cost of the parts of a cycle", len(rows) + 2 * len(topks)) as advance:
-        return measure_curve(
+    with told("cost of the parts of a cycle", len(classes) * (len(rows) + 2 * len(topks))) as advance:
+        return measure_curves(
             programs,
-            lambda: _ms_per_cycle(engine, asked[: engine.slots], sampling, PLAIN),
+            lambda sampling: _ms_per_cycle(engine, asked[: engine.slots], sampling, PLAIN),
+            short,
             pair.target.config,
             axis_size(pair.mesh, MODEL),
             engine.slots,
@@ -225,13 +233,13 @@ def _confirm(
     return (*told_rows, *(row for row in rows if row not in chosen))
 
 
-def choose_trees(classes: Sequence[dict[Speculation, Replayed]], curve: CostCurve) -> tuple[Speculation, ...]:
-    """The trees of "auto": for each class and hardness of text the one that the costs favour, the likelier first; at most `MOST_TREES`."""
+def choose_trees(classes: Sequence[tuple[dict[Speculation, Replayed], CostCurve]]) -> tuple[Speculation, ...]:
+    """The trees of "auto": for each class and hardness of text the one that its costs favour, the likelier first; at most `MOST_TREES`."""
     chosen: list[Speculation] = []
     for hardness in sorted(HARDNESS, key=lambda hard: abs(hard - 1)):
-        for replayed in classes:
+        for replayed, curve in classes:
 
-            def rate(tree: Speculation, found=replayed, hard=hardness) -> float:
+            def rate(tree: Speculation, found=replayed, curve=curve, hard=hardness) -> float:
                 return (1 + sum(share**hard for share in found[tree].reach)) / curve.cycle_ms(tree)
 
             best = max(replayed, key=rate)

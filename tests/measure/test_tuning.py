@@ -136,8 +136,12 @@ def test_the_trees_of_auto_are_the_best_for_several_texts():
         short: Replayed(1.5, (0.5,), ()),
         long: Replayed(2.6, (0.5, 0.4, 0.3, 0.2, 0.1, 0.1), ()),
     }
-    chosen = choose_trees([told], curve)
+    chosen = choose_trees([(told, curve)])
     assert set(chosen) == {short, long}
+    # a class whose draws make rows dear gets a tree of its own
+    dear = CostCurve(1, {1: 1.0, 16: 40.0}, {1: (0.1, 0.1), 4: (0.15, 0.15)}, 0.0, target(DenseConfig(48)), 1)
+    always = {long: told[long], short: Replayed(1.5, (0.5,), ())}
+    assert choose_trees([(always, dear)]) == (short,)
 
 
 @pytest.mark.slow
