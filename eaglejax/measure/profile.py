@@ -29,7 +29,7 @@ from eaglejax.measure.profile_events import Events, Op, Span, read_trace
 from eaglejax.measure.profile_floor import cycle_work, placed, prefill_work
 from eaglejax.measure.profile_hlo import Instructions
 from eaglejax.measure.profile_programs import ProfiledPrograms
-from eaglejax.measure.profile_result import LEAST_NAMED, Profile, Setting, phase_times
+from eaglejax.measure.profile_result import LEAST_NAMED, MOST_DISTORTION, Profile, Setting, phase_times
 from eaglejax.measure.profile_sweep import Times, sweep
 from eaglejax.measure.profile_twice import time_twice
 from eaglejax.measure.timing import Spread, alternate
@@ -126,7 +126,7 @@ def take_profile(
         repeats: runs of each kind, after a warm one that compiles.
         trace_dir: folder in which that run's trace is kept; None keeps none.
         twice: also time parts of the cycle without a trace, each done twice inside the loop (`profile_twice.py`); done anyway where the
-            trace names less than 95 % of the wall time.
+            trace names less than 95 % of the wall time, or slowed decoding more than 1.3 times.
         done: called after every run: 2 * repeats + 1 times, and more with `twice`.
 
     Raises ConfigError: before any compile for what a profile does not measure and a folder that cannot be written; after the runs where
@@ -152,7 +152,8 @@ def take_profile(
         if folder is not None:
             shutil.copytree(traced.trace, folder, dirs_exist_ok=True)
     profile = _profile(traced, runs, events, _setting(pair, programs, spec, first.answers, slots), folder)
-    if not twice and profile.named >= LEAST_NAMED:
+    slowed = profile.told_apart and profile.distortion > MOST_DISTORTION
+    if not twice and not slowed and profile.named >= LEAST_NAMED:
         return profile
     return replace(profile, twice=time_twice(pair, jobs, spec, max_len, slots, repeats=repeats, done=done))
 
