@@ -1,4 +1,4 @@
-"""Feed-forward of routed experts, jnp form: two exact ways to the same sum.
+"""Feed-forward of routed experts: two exact ways to the same sum in jnp, and the kernels for a GPU where they serve.
 
 Few (row, expert) pairs: the weights of each pair are gathered and multiplied in one batched product. Many: a loop
 over the experts that skips those no row chose. Both add the contributions of a row in ascending order of expert, in
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eaglejax.kernels.select import platform
+from eaglejax.kernels.experts_gpu_shape import serves
+from eaglejax.kernels.select import mosaic, platform
 from eaglejax.models.layers import project
 from eaglejax.models.packed import PackedWeight
 
@@ -40,11 +41,18 @@ def experts(
         weights: float32.
         gate_up, down: weights of all experts, gate before up; packed ones are widened expert by expert, as chosen.
         activation: "silu", or "gpt_oss" (gate and up clamped, gate * sigmoid(1.702 gate) * (up + 1)).
-        gather: forces one of the two ways; by default `gather_pays` chooses.
+        gather: forces one of the two ways in jnp; by default `select.mosaic` and `serves`, then `gather_pays`, choose.
 
     Returns: [n, d] in the dtype of x, accumulated in float32.
     """
     with jax.named_scope("experts"):
+        if gather is None and mosaic() and not (isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight)):
+            count, d, f = down.shape
+            dtypes = (x.dtype, gate_up.dtype, down.dtype)
+            if serves(x.shape[0], count, d, f, dtypes, activation) is None:
+                from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
+
+                return experts_gpu(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation)
         if gather is None:
             gather = gather_pays(ids.size, gate_up.shape[0])
         way = _gathered if gather else _looped

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
 
+from eaglejax.errors import ConfigError
+from eaglejax.kernels.experts_gpu_shape import MOST_ROWS
+
+VARIABLE = "EAGLEJAX_KERNELS"
 _compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
 
 
@@ -24,6 +29,29 @@ def compiling_for(name: str) -> Iterator[None]:
         yield
     finally:
         _compiled_for.reset(token)
+
+
+def kernels_asked() -> str:
+    """What EAGLEJAX_KERNELS asks for: "auto", "xla" (never a kernel of our own), "pallas" (ours on any GPU)."""
+    asked = os.environ.get(VARIABLE) or "auto"
+    if asked not in ("auto", "xla", "pallas"):
+        raise ConfigError(
+            "no such form of the kernels", where=VARIABLE, found=repr(asked), expected="auto, xla or pallas"
+        )
+    return asked
+
+
+def mosaic() -> bool:
+    """Whether the program being traced may use our Mosaic kernels: those are for Hopper GPUs and for jax 0.11 or later.
+
+    A GPU that is compiled for and is not here is taken to be one.
+    """
+    asked = kernels_asked()
+    if platform() != "gpu" or asked == "xla" or jax.__version_info__ < (0, 11):
+        return False
+    if asked == "pallas" or _compiled_for.get() is not None:
+        return True
+    return str(getattr(jax.local_devices()[0], "compute_capability", "")).startswith("9.")
 
 
 # measured on 2 cores with SmolLM2: 64 is 0.3 ms a step faster at 60 tokens, 256 is 0.2 ms faster at 500
@@ -52,4 +80,6 @@ def describe() -> list[str]:
     else:
         attention = "XLA, whole cache masked by length"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
+        if mosaic():
+            experts = f"Mosaic kernels for up to {MOST_ROWS} rows of bfloat16 in whole tiles; otherwise {experts}"
     return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]

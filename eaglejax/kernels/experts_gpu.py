@@ -1,0 +1,323 @@
+"""Feed-forward of routed experts for few rows on Hopper GPUs: two Mosaic kernels that read the chosen experts and no others.
+
+Tensor cores multiply tiles of the weights (rows of a weight are rows of the product) with all rows of x at once (its columns, padded to 8,
+16, 32 or 64): every chosen expert multiplies every row, and what a row did not ask for is dropped by a select. Weights stream through a
+ring of buffers that never drains between experts. A row's sum runs in ascending order of expert within fixed parts of the width; experts
+that only other rows chose add exact zeros to it, so what a row gets does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, down_ring, gateup_ring, padded_rows
+
+GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
+NOBODY = float("-inf")  # in the table of weights: this row did not choose this expert
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_load: Any = plgpu.load  # typed otherwise in jax 0.10
+OVER_ROWS, OVER_WEIGHTS = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpret"))
+def experts_gpu(
+    x: Float[Array, "n d"],
+    ids: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+    gate_up: Float[Array, "e 2 f d"],
+    down: Float[Array, "e d f"],
+    gate_up_bias: Float[Array, "e 2 f"] | None = None,
+    down_bias: Float[Array, "e d"] | None = None,
+    *,
+    activation: str = "silu",
+    interpret: Any = None,
+) -> Float[Array, "n d"]:
+    """`experts` (the same contract) for the shapes that `serves` lets through.
+
+    Arguments:
+        interpret: how the kernels are interpreted on a CPU, for tests.
+
+    Compiled once for all layers of one shape.
+    """
+    n, k = ids.shape
+    count = down.shape[0]
+    columns, slots = padded_rows(n), min(count, n * k)
+    words, table = chosen_words(ids, count), weight_table(ids, weights, count, columns)
+    biases = () if gate_up_bias is None else (gate_up_bias,)
+    if n > 8 and n % 8:  # missing rows are made up by the copies, but only whole tiles of 8 beyond the first
+        x = jnp.pad(x, ((0, -n % 8), (0, 0)))
+    inner, chosen = _gateup(x.shape[0], slots, gate_up.shape, activation, len(biases), interpret)(
+        x, table, words, gate_up, *biases
+    )
+    parts = _down(columns, slots, down.shape, interpret)(inner, chosen, words, down)
+    # a chain of additions, not a reduction: its order must be the same in every program
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    total = total[:n]
+    if down_bias is not None:
+        for place in range(k):
+            bias = jnp.take(down_bias, ids[:, place], axis=0, mode="clip").astype(jnp.float32)
+            total = total + jnp.where(ids[:, place, None] < count, weights[:, place, None] * bias, 0)
+    return total.astype(x.dtype)
+
+
+def chosen_words(ids: Int[Array, "n k"], count: int) -> Int[Array, " w"]:
+    """Bit e % 32 of word e // 32 says whether any row chose expert e."""
+    flat = ids.reshape(-1, 1)
+    word = jnp.arange(-(-count // 32), dtype=ids.dtype)
+    bits = lax.shift_left(jnp.ones_like(flat), flat & 31)
+    mine = ((flat >> 5) == word) & (flat < count)
+    return lax.reduce(jnp.where(mine, bits, 0), ids.dtype.type(0), lax.bitwise_or, (0,))
+
+
+def weight_table(
+    ids: Int[Array, "n k"], weights: Float[Array, "n k"], count: int, columns: int
+) -> Float[Array, "e columns"]:
+    """With what weight each row takes each expert; NOBODY where it does not."""
+    short = ((0, columns - ids.shape[0]), (0, 0))
+    ids, weights = jnp.pad(ids, short, constant_values=count), jnp.pad(weights, short)
+    expert = jnp.arange(count, dtype=ids.dtype)[:, None]
+    table = jnp.full((count, columns), NOBODY, jnp.float32)
+    for place in range(ids.shape[1]):
+        table = jnp.where(ids[:, place] == expert, weights[:, place], table)
+    return table
+
+
+def _ones(word):
+    """How many bits of an int32 are set."""
+    shifted = lax.shift_right_logical
+    word = word - (shifted(word, jnp.int32(1)) & 0x55555555)
+    word = (word & 0x33333333) + (shifted(word, jnp.int32(2)) & 0x33333333)
+    word = (word + shifted(word, jnp.int32(4))) & 0x0F0F0F0F
+    return shifted(word * 0x01010101, jnp.int32(24))
+
+
+def _how_many(words: list):
+    return functools.reduce(lambda a, b: a + b, map(_ones, words))
+
+
+def _expert_of(words: list, slot):
+    """The chosen expert that `slot` chosen ones precede: scalars only, so every block works it out for itself."""
+    base, word, left = jnp.int32(0), words[0], slot
+    passed = jnp.int32(0)
+    for index in range(1, len(words)):
+        passed = passed + _ones(words[index - 1])
+        later = slot >= passed
+        base, word = jnp.where(later, 32 * index, base), jnp.where(later, words[index], word)
+        left = jnp.where(later, slot - passed, left)
+    for half in (16, 8, 4, 2, 1):
+        low = _ones(word & ((1 << half) - 1))
+        above = left >= low
+        base, left = base + jnp.where(above, half, 0), left - jnp.where(above, low, 0)
+        word = jnp.where(above, lax.shift_right_logical(word, jnp.int32(half)), word)
+    return base
+
+
+def _act(activation: str, gate, up):
+    match activation:
+        case "silu":
+            return gate * lax.logistic(gate) * up
+        case "gpt_oss":
+            gate = jnp.minimum(gate, GPT_OSS_LIMIT)
+            up = jnp.minimum(jnp.maximum(up, -GPT_OSS_LIMIT), GPT_OSS_LIMIT)
+            return gate * lax.logistic(gate * GPT_OSS_ALPHA) * (up + 1.0)
+    raise AssertionError(f"expert activation {activation!r} was not checked at config time")
+
+
+def _rings(ring: Ring, tile: int, columns: int, dtype: DTypeLike) -> dict[str, Any]:
+    return {
+        "w_ring": plgpu.SMEM((ring.stages, tile, ring.step), dtype, transforms=TILED),
+        "x_ring": plgpu.SMEM((ring.stages, columns, ring.step), dtype, transforms=TILED),
+    }
+
+
+@functools.cache
+def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation: str, biases: int, interpret: Any):
+    """Weighted inner values [slots, columns, f] of the chosen experts, in their order, and which experts they are [slots].
+
+    A task is one chosen expert and TILE rows of its gate and of its up; block b does tasks b, b + BLOCKS and so on.
+    """
+    count, _, f, d = shape
+    columns = padded_rows(rows)
+    ring, tiles = gateup_ring(columns, d), f // TILE
+    steps, stages, dtype = d // ring.step, ring.stages, jnp.bfloat16
+
+    def experts_gateup(*refs, w_ring, x_ring, out, full):
+        x, table, words_ref, weight, *bias, inner, chosen = refs
+        block = lax.axis_index("block")
+        words = [words_ref[index] for index in range(-(-count // 32))]
+        tasks = lax.div(_how_many(words) * tiles - block + (BLOCKS - 1), jnp.int32(BLOCKS))
+        tasks = jnp.maximum(tasks, 0)
+        total = tasks * steps
+
+        def task_at(index):
+            """Its slot, expert and first row."""
+            place = block + index * BLOCKS
+            slot = lax.div(place, jnp.int32(tiles))
+            return slot, _expert_of(words, slot), pl.multiple_of((place - slot * tiles) * TILE, TILE)
+
+        def issue(expert, row, step, index):
+            into = lax.rem(index, jnp.int32(stages))
+            over = pl.ds(pl.multiple_of(step * ring.step, 64), ring.step)
+            for half in (0, 1):
+                plgpu.copy_gmem_to_smem(
+                    weight.at[expert, half, pl.ds(row, TILE), over],
+                    w_ring.at[into, pl.ds(half * TILE, TILE)],
+                    full.at[into],
+                )
+            # rows that x has not are filled with zeros; a start known while tracing would be refused
+            plgpu.copy_gmem_to_smem(
+                x.at[pl.ds(pl.multiple_of(block * 0, 8), columns), over], x_ring.at[into], full.at[into]
+            )
+
+        first = task_at(jnp.int32(0))
+        for ahead in range(stages - 1):  # a task has at least as many steps
+
+            @pl.when(ahead < total)
+            def _(ahead=ahead):
+                issue(first[1], first[2], jnp.int32(ahead), jnp.int32(ahead))
+
+        def task(number, now):
+            slot, expert, row = now
+            row = pl.multiple_of(row, TILE)  # what is known of it does not survive the loop
+            then = task_at(number + 1)
+
+            def product(acc):
+                def one(step, _):
+                    index = number * steps + step
+                    have = lax.rem(index, jnp.int32(stages))
+                    plgpu.barrier_wait(full.at[have])
+                    plgpu.wgmma(acc, w_ring.at[have], x_ring.at[have].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)  # the step before this one is done: its buffers are free
+
+                    @pl.when(index + (stages - 1) < total)
+                    def _():
+                        ahead = step + (stages - 1)
+                        here = ahead < steps
+                        issue(
+                            jnp.where(here, expert, then[1]),
+                            pl.multiple_of(jnp.where(here, row, then[2]), TILE),
+                            jnp.where(here, ahead, ahead - steps),
+                            index + (stages - 1),
+                        )
+
+                lax.fori_loop(0, steps, one, None)
+                return acc[...]
+
+            both = pl.run_scoped(product, plgpu.ACC((2 * TILE, columns), jnp.float32))
+            gate, up = both[:TILE], both[TILE:]
+            spread = lambda v, axis: lax.broadcast_in_dim(v, (TILE, columns), (axis,))
+            if bias:
+                at = lambda half: _load(
+                    bias[0].at[expert, half, pl.ds(row, TILE)], layout=OVER_WEIGHTS, optimized=False
+                )
+                gate = gate + spread(at(0).astype(jnp.float32), 0)
+                up = up + spread(at(1).astype(jnp.float32), 0)
+            share = spread(_load(table.at[expert], layout=OVER_ROWS, optimized=False), 1)
+            # select, not multiply: a row that is inf or NaN may not spoil what it did not choose
+            value = jnp.where(share == NOBODY, 0.0, _act(activation, gate, up) * share)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out.transpose((1, 0))[...] = plgpu.layout_cast(value.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, inner.at[slot, :, pl.ds(row, TILE)])
+
+            @pl.when(row == 0)
+            def _():
+                chosen[slot] = expert
+
+            return then
+
+        lax.fori_loop(0, tasks, task, first)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        experts_gateup,
+        out_type=(
+            jax.ShapeDtypeStruct((slots, columns, f), dtype),
+            jax.ShapeDtypeStruct((slots,), jnp.int32),
+        ),
+        scratch_types={
+            **_rings(ring, 2 * TILE, columns, dtype),
+            "out": plgpu.SMEM((columns, TILE), dtype, transforms=TILED),
+            "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        },
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )
+
+
+@functools.cache
+def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any):
+    """Sums over the chosen experts, [parts, columns, d]; each part is over its own range of the width of every expert.
+
+    A block is TILE rows of all down weights and one part.
+    """
+    count, d, f = shape
+    ring = down_ring(columns, d, f)
+    steps, stages, parts, dtype = f // ring.step, ring.stages, ring.parts, jnp.bfloat16
+
+    def experts_down(inner, chosen, words_ref, weight, sums, w_ring, x_ring, out, full):
+        row = pl.multiple_of(lax.axis_index("tile") * TILE, TILE)
+        part = lax.axis_index("part")
+        begin = lax.div(part * steps, jnp.int32(parts))
+        mine = lax.div((part + 1) * steps, jnp.int32(parts)) - begin
+        total = _how_many([words_ref[index] for index in range(-(-count // 32))]) * mine
+
+        def issue(index):
+            into = lax.rem(index, jnp.int32(stages))
+            slot = lax.div(index, mine)
+            over = pl.ds(pl.multiple_of((begin + index - slot * mine) * ring.step, 64), ring.step)
+            plgpu.copy_gmem_to_smem(weight.at[chosen[slot], pl.ds(row, TILE), over], w_ring.at[into], full.at[into])
+            plgpu.copy_gmem_to_smem(inner.at[slot, :, over], x_ring.at[into], full.at[into])
+
+        for ahead in range(stages - 1):
+
+            @pl.when(ahead < total)
+            def _(ahead=ahead):
+                issue(jnp.int32(ahead))
+
+        def product(acc):
+            def one(index, _):
+                have = lax.rem(index, jnp.int32(stages))
+                plgpu.barrier_wait(full.at[have])
+                plgpu.wgmma(acc, w_ring.at[have], x_ring.at[have].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(index + (stages - 1) < total)
+                def _():
+                    issue(index + (stages - 1))
+
+            lax.fori_loop(0, total, one, None)
+            return acc[...]
+
+        value = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
+        out.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, sums.at[part, :, pl.ds(row, TILE)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        experts_down,
+        out_type=jax.ShapeDtypeStruct((parts, columns, d), jnp.float32),
+        scratch_types={
+            **_rings(ring, TILE, columns, dtype),
+            "out": plgpu.SMEM((columns, TILE), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        },
+        grid=(d // TILE, parts),
+        grid_names=("tile", "part"),
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )

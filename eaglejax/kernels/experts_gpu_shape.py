@@ -1,0 +1,92 @@
+"""Which experts the Mosaic kernels serve, and how they cut them; no Pallas in here, so that plans can ask cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+BLOCKS = 132  # cores of an H100 or H200; on a card with fewer the rest wait their turn
+TILE = 64  # rows of a weight in one tensor core instruction
+SHARED = 232448 - 2048  # bytes of shared memory that a block may have, less barriers and alignment
+MOST_ROWS, MOST_EXPERTS = 64, 1024
+ENOUGH = 128 << 10  # bytes on their way to one core that keep the memory busy
+WIDTHS = (256, 192, 128, 64)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` buffers of `step` columns of a weight; `parts` into which the sum over the columns is cut."""
+
+    step: int
+    stages: int
+    parts: int = 1
+
+
+def padded_rows(rows: int) -> int:
+    """Columns of the tensor cores' product for so many rows."""
+    return next(columns for columns in (8, 16, 32, 64) if rows <= columns)
+
+
+def gateup_ring(columns: int, d: int) -> Ring:
+    """For tiles of gate and up together, [2 * TILE, step]."""
+    step = next(step for step in (128, 192, 64) if d % step == 0)
+    if step == 192 and columns == 64:
+        step = 64
+    size = (2 * TILE + columns) * step * 2
+    # no further ahead than the next task, whose expert is known
+    return Ring(step, max(2, min(_stages(size, SHARED - TILE * columns * 2), d // step + 1)))
+
+
+def down_ring(columns: int, d: int, f: int) -> Ring:
+    """For tiles [TILE, step]. The parts follow from d and f alone: on them depends the order of a sum."""
+    step, parts = _down_parts(d, f)
+    # with more blocks than cores two share one
+    space = SHARED if d // TILE * parts <= BLOCKS else SHARED // 2 - 1024
+    return Ring(step, _stages((TILE + columns) * step * 2, space - TILE * columns * 4), parts)
+
+
+def _stages(size: int, space: int) -> int:
+    return max(2, min(8, (min(space, ENOUGH + size)) // size))
+
+
+def _down_parts(d: int, f: int) -> tuple[int, int]:
+    """The cut (columns of a step, parts) that keeps most cores busy, with few parts and long steps."""
+
+    def worth(cut: tuple[int, int]) -> tuple[float, int, int]:
+        step, parts = cut
+        longest = -(-(f // step) // parts)  # the others wait for it
+        even = f // step / parts / longest
+        return round(min(d // TILE * parts / BLOCKS, 1.0) * even, 1), -parts, step
+
+    return max(
+        ((step, parts) for parts in range(1, 9) for step in WIDTHS if step * parts <= f and not f % step), key=worth
+    )
+
+
+def serves(rows: int, count: int, d: int, f: int, dtypes: Sequence[DTypeLike], activation: str = "silu") -> str | None:
+    """Why the kernels cannot take these experts; None where they can. Packed weights they never take: XLA widens those.
+
+    Arguments:
+        dtypes: of the rows and of the weights.
+    """
+    if wrong := [name for name in (jnp.dtype(dtype).name for dtype in dtypes) if name != "bfloat16"]:
+        return f"they multiply bfloat16, not {wrong[0]}"
+    if not 0 < rows <= MOST_ROWS:
+        return f"they take 1 to {MOST_ROWS} rows, not {rows}"
+    if count > MOST_EXPERTS:
+        return f"they take up to {MOST_EXPERTS} experts, not {count}"
+    if d % TILE or f % TILE or d < 2 * TILE:
+        return f"{f} of {d} is not made of whole tiles of {TILE}"
+    if activation not in ("silu", "gpt_oss"):
+        return f"they have no activation {activation!r}"
+    return None
+
+
+def scratch_bytes(rows: int, topk: int, count: int, d: int, f: int) -> int:
+    """What lies in device memory between the two kernels, and after them."""
+    columns, slots = padded_rows(rows), min(count, rows * topk)
+    parts = _down_parts(d, f)[1]
+    return columns * (slots * f * 2 + parts * d * 4 + count * 4 + d * 2)
