@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import jax
 
+from eaglejax.errors import ConfigError
+
 _compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
+
+FORMS = ("auto", "xla", "pallas")
+# a context that jax's caches of traces know of: a trace made under one choice is not taken for another
+_kernels = jax.make_user_context(None)
+
+
+def kernels(form: str) -> AbstractContextManager[object]:
+    """Programs traced inside use the forms that this says: "xla"; "pallas" wherever the kernels can run; "auto", where they also pay.
+
+    Outside of it the environment variable EAGLEJAX_KERNELS says so, by default "auto".
+    """
+    return _kernels(_checked(form, "kernels"))
+
+
+def chosen_kernels() -> str:
+    """ "auto", "xla" or "pallas", as asked for."""
+    return _kernels.value or _checked(os.environ.get("EAGLEJAX_KERNELS") or "auto", "EAGLEJAX_KERNELS")
+
+
+def _checked(form: str, where: str) -> str:
+    if form not in FORMS:
+        raise ConfigError("no such kernels", where=where, found=repr(form), expected=", ".join(FORMS))
+    return form
 
 
 def platform() -> str:
@@ -41,6 +67,32 @@ def prefix_block(cached_rows: int) -> int | None:
     return None
 
 
+# cached rows from which the Pallas form of tree attention is used: with fewer, launches are all that counts
+PALLAS_FROM_ROWS = 1024
+PALLAS_FROM_JAX = (0, 11)  # with 0.10 the same kernels lower differently
+
+
+def no_pallas() -> str | None:
+    """Why no Pallas kernel is used in the program being traced, or None. They are written for Hopper GPUs (H100, H200)."""
+    if chosen_kernels() == "xla":
+        return "XLA was asked for"
+    if platform() != "gpu":
+        return f"no GPU ({platform()})"
+    if jax.__version_info__[:2] < PALLAS_FROM_JAX:
+        return f"jax {jax.__version__} is too old"
+    if _compiled_for.get() is None:
+        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+        if not capability.startswith("9."):
+            return f"not a Hopper GPU (compute capability {capability})"
+    return None
+
+
+def attention_form(cached_rows: int, reason: str | None) -> str:
+    """ "pallas" or "xla" for tree attention over this many cached rows. `reason`: why the kernel does not serve them, if so."""
+    pays = cached_rows >= PALLAS_FROM_ROWS or chosen_kernels() == "pallas"
+    return "pallas" if no_pallas() is None and reason is None and pays else "xla"
+
+
 def describe() -> list[str]:
     """One line per kernel for the load report."""
     backend = platform()
@@ -50,6 +102,12 @@ def describe() -> list[str]:
             "jnp, loop over the experts that are touched",
         )
     else:
+        reason = no_pallas()
         attention = "XLA, whole cache masked by length"
+        if reason is None:
+            least = 1 if chosen_kernels() == "pallas" else PALLAS_FROM_ROWS
+            attention = f"Pallas for few rows in bfloat16 over a cache of {least} rows or more, else {attention}"
+        elif backend == "gpu":
+            attention = f"{attention}; Pallas not used: {reason}"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
     return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]
