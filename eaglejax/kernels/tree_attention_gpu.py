@@ -27,6 +27,7 @@ SPARE_BYTES = 6_144  # for barriers and for reductions across warps
 BLOCK_ROWS = 64  # most query rows that a block takes: its sums stay in registers
 MOST_ROWS = 256  # of a key/value head: each 64 more read the cache once more, from the second-level cache at best
 MOST_STAGES = 4
+EIGHT = 8  # rows of a unit of copying: longer arrays are of whole units
 LOG2_E = math.log2(math.e)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one value per query row
 MATRIX = plgpu.Layout.WGMMA
@@ -62,8 +63,8 @@ def serves(
         return "only bfloat16"
     if width % 64 or value_dim % 64:
         return f"head sizes {width} and {value_dim}: not multiples of 64"
-    if cache.keys.shape[1] == 0:
-        return "no cache"
+    if (size := cache.keys.shape[1]) == 0 or size % EIGHT:
+        return f"a cache of {size} rows: not a multiple of {EIGHT}"
     if count > MOST_ROWS:
         return f"{count} query rows per key/value head, more than {MOST_ROWS}"
     most = _most_rows(value_dim)
@@ -96,6 +97,8 @@ def tree_attention_gpu(
     """
     batch, t, heads, width = queries.shape
     kv_heads, step_rows = rows.keys.shape[2], rows.keys.shape[1]
+    if step_rows > EIGHT and step_rows % EIGHT:
+        rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -step_rows % EIGHT), (0, 0), (0, 0))), rows)
     group = heads // kv_heads
     latent = rows.values is None
     blocks, padded = _rows(t * group, _most_rows(value_dim))

@@ -16,19 +16,19 @@ pytestmark = pytest.mark.skipif(OLD, reason="Pallas kernels for GPUs are written
 
 # lengths of the slots; cache rows; own rows, earlier rows; key/value heads, group; widths of keys, values (None: of the keys)
 CASES = {
-    "ragged, whole cache": dict(lengths=(0, 300, 129), size=300, rows=(4, 0), heads=(1, 3)),
-    "one row": dict(lengths=(255,), size=257, rows=(1, 0), heads=(2, 8)),
-    "16 rows": dict(lengths=(70,), size=100, rows=(16, 0), heads=(1, 3), splits=2),
+    "ragged, whole cache": dict(lengths=(0, 300, 129), size=304, rows=(4, 0), heads=(1, 3)),
+    "one row": dict(lengths=(255,), size=264, rows=(1, 0), heads=(2, 8)),
+    "16 rows": dict(lengths=(70,), size=104, rows=(16, 0), heads=(1, 3), splits=2),
     "64 columns": dict(lengths=(65,), size=96, rows=(8, 5), heads=(1, 8)),
     "two blocks of rows": dict(lengths=(65,), size=96, rows=(9, 0), heads=(1, 8), splits=2),
-    "window": dict(lengths=(0, 290), size=300, rows=(3, 2), heads=(1, 2), window=70, tile=64, splits=2),
+    "window": dict(lengths=(0, 290), size=304, rows=(3, 2), heads=(1, 2), window=70, tile=64, splits=2),
     "window of few": dict(lengths=(200,), size=256, rows=(4, 0), heads=(1, 1), window=2, tile=64),
-    "sinks": dict(lengths=(0, 130), size=140, rows=(2, 0), heads=(2, 3), sinks=True),
+    "sinks": dict(lengths=(0, 130), size=144, rows=(2, 0), heads=(2, 3), sinks=True),
     "narrow": dict(lengths=(190,), size=200, rows=(5, 1), heads=(1, 2), widths=(64, 64)),
-    "wide": dict(lengths=(100,), size=150, rows=(2, 0), heads=(1, 2), widths=(256, 256)),
-    "expanded latent": dict(lengths=(100,), size=150, rows=(2, 0), heads=(1, 1), widths=(192, 128)),
-    "absorbed latent": dict(lengths=(0, 130), size=140, rows=(2, 0), heads=(1, 4), widths=(576, None), splits=2),
-    "one range, many tiles": dict(lengths=(400,), size=500, rows=(70, 0), heads=(1, 1), tile=64, splits=1, seen=8),
+    "wide": dict(lengths=(100,), size=152, rows=(2, 0), heads=(1, 2), widths=(256, 256)),
+    "expanded latent": dict(lengths=(100,), size=152, rows=(2, 0), heads=(1, 1), widths=(192, 128)),
+    "absorbed latent": dict(lengths=(0, 130), size=144, rows=(2, 0), heads=(1, 4), widths=(576, None), splits=2),
+    "one range, many tiles": dict(lengths=(400,), size=504, rows=(70, 0), heads=(1, 1), tile=64, splits=1, seen=8),
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_chosen_for_hopper_only():
         zeros(1, 2, 2, 8, 2, size, 128, 128, dtype)
         for size, dtype in ((4096, jnp.bfloat16), (64, jnp.bfloat16), (4096, jnp.float32))
     )
-    used = lambda given: "mosaic_gpu" in str(jax.jit(run).trace(*given).jaxpr)
+    used = lambda given: "wgmma" in str(jax.jit(run).trace(*given).jaxpr)
     assert select.no_pallas() == "no GPU (cpu)" and not used(long)
     with select.kernels("pallas"), select.compiling_for("gpu"):
         assert used(long) and used(short) and not used(exact)
