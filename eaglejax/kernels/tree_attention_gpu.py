@@ -2,14 +2,15 @@
 
 Keys lie on the rows of the tensor cores' products, query rows on the columns: S^T = K q^T, O^T = V^T P^T. A tree has few rows, and
 the columns may be as few as 8 where the rows may not be fewer than 64. The keys of a slot (its prefix, then the step rows) are cut into
-tiles and the tiles into contiguous ranges, one range a block, by the length that the slot has at run time. Every block leaves the largest
-score, the sum and the mixed values of its range; XLA merges them.
+tiles and the tiles into contiguous ranges, one range a block, by the length that the slot has at run time. Every block leaves the mean of
+the values of its range and the range's weight, a logarithm to base 2 (-inf without a visible key); a second
+kernel merges them.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +28,12 @@ SPARE_BYTES = 6_144  # for barriers and for reductions across warps
 BLOCK_ROWS = 64  # most query rows that a block takes: its sums stay in registers
 MOST_ROWS = 256  # of a key/value head: each 64 more read the cache once more, from the second-level cache at best
 MOST_STAGES = 4
+PART = jnp.float32  # of what a range leaves
 EIGHT = 8  # rows of a unit of copying: longer arrays are of whole units
 LOG2_E = math.log2(math.e)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one value per query row
 MATRIX = plgpu.Layout.WGMMA
+PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 class Cut(NamedTuple):
@@ -51,6 +54,11 @@ class Cut(NamedTuple):
     def chunk(self) -> int:
         """Columns of the values that are mixed at a time: more would not fit into registers beside the sums so far."""
         return math.gcd(self.value_width, 128)
+
+    @property
+    def left_width(self) -> int:
+        """Columns of what a range leaves: one or more for each of the 128 threads that merge. Those beyond the values are never written."""
+        return pl.cdiv(self.value_width, 128) * 128
 
 
 def serves(
@@ -117,14 +125,8 @@ def tree_attention_gpu(
     if window is not None:
         oldest = jnp.clip(step.positions.min(1) - (window - 1), 0, step.lengths)
         operands += [oldest, _in_blocks(jnp.repeat(step.positions, group, axis=1), cut, axis=1)]
-    mixed, top, total = _kernel(cut, batch, kv_heads)(*operands)
-    if sinks is not None:
-        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2_E, (1, t))
-        sinks = _in_blocks(sinks, cut, axis=1)
-    out = _merged(*(x.reshape(batch, kv_heads, blocks, *x.shape[2:]) for x in (mixed, top, total)), sinks)
-    out = out.astype(queries.dtype).reshape(batch, kv_heads, blocks * padded, value_dim)[:, :, : t * group]
-    out = out.reshape(batch, kv_heads, t, group, value_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, t, heads, value_dim)
+    mixed, weight = _kernel(cut, batch, kv_heads)(*operands)
+    return _merge(cut, queries, kv_heads, mixed, weight, sinks)
 
 
 def _most_rows(value_width: int) -> int:
@@ -168,8 +170,7 @@ def _columns_of(visible: Bool[Array, "b t r"], group: int, cut: Cut) -> Int[Arra
 def _kernel(cut: Cut, batch: int, kv_heads: int) -> Any:
     parts = (batch, kv_heads * cut.blocks, cut.splits)
     out_type = (
-        jax.ShapeDtypeStruct((*parts, cut.rows, cut.value_width), jnp.float32),
-        jax.ShapeDtypeStruct((*parts, cut.rows), jnp.float32),
+        jax.ShapeDtypeStruct((*parts, cut.rows, cut.left_width), PART),
         jax.ShapeDtypeStruct((*parts, cut.rows), jnp.float32),
     )
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -193,7 +194,7 @@ def _kernel(cut: Cut, batch: int, kv_heads: int) -> Any:
         scratch_types=scratch,
         grid=parts,
         grid_names=("slot", "column", "split"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=PARAMETERS,
     )
 
 
@@ -204,7 +205,7 @@ def _body(cut: Cut, refs, q_s, k_s, p_s, q_ready, full, v_s=None) -> None:
         {"oldest", "positions"} if cut.window is None else set()
     )
     given = dict(zip([name for name in names if name not in absent], refs, strict=False))
-    mixed, top_out, total_out = refs[-3:]
+    mixed, weight = refs[-2:]
     slot, column, split = (lax.axis_index(name) for name in ("slot", "column", "split"))
     head, block = lax.div(column, cut.blocks), lax.rem(column, cut.blocks)
 
@@ -267,26 +268,30 @@ def _body(cut: Cut, refs, q_s, k_s, p_s, q_ready, full, v_s=None) -> None:
         pl.when(index + cut.stages < count)(lambda: issue(index + cut.stages))
         return new_top, total, sums
 
+    def leave(logarithm, means):
+        for at, values in enumerate(means):
+            out = mixed.at[slot, column, split, :, pl.ds(at * cut.chunk, cut.chunk)]
+            out.transpose((1, 0))[...] = plgpu.layout_cast(values.astype(PART), plgpu.Layout.WGMMA_TRANSPOSED)
+        weight[slot, column, split] = logarithm
+
+    full_column = lambda value: plgpu.layout_cast(jnp.full((cut.rows,), value, jnp.float32), COLUMNS)
+    zeros = plgpu.layout_cast(jnp.zeros((cut.chunk, cut.rows), jnp.float32), MATRIX)
+
     @pl.when(count > 0)
     def _work():
         plgpu.copy_gmem_to_smem(given["q"].at[slot, head, block], q_s, q_ready)
         for index in range(cut.stages):
             pl.when(index < count)(partial(issue, jnp.int32(index)))
-        full_column = lambda value: plgpu.layout_cast(jnp.full((cut.rows,), value, jnp.float32), COLUMNS)
-        zeros = plgpu.layout_cast(jnp.zeros((cut.chunk, cut.rows), jnp.float32), MATRIX)
         state = full_column(-jnp.inf), full_column(0.0), (zeros,) * (cut.value_width // cut.chunk)
         plgpu.barrier_wait(q_ready)
         state = lax.fori_loop(0, cached, partial(one_tile, in_prefix=True), state)
         top, total, sums = lax.fori_loop(cached, count, partial(one_tile, in_prefix=False), state)
-        for at, values in enumerate(sums):
-            out = mixed.at[slot, column, split, :, pl.ds(at * cut.chunk, cut.chunk)]
-            out.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
-        top_out[slot, column, split] = top
-        total_out[slot, column, split] = total
+        held = jnp.where(total > 0, total, 1.0)
+        leave(top + jnp.log2(held), [values / lax.broadcast_in_dim(held, values.shape, (1,)) for values in sums])
 
     @pl.when(count == 0)
     def _nothing():
-        top_out[slot, column, split] = plgpu.layout_cast(jnp.full((cut.rows,), -jnp.inf, jnp.float32), COLUMNS)
+        leave(full_column(-jnp.inf), [zeros] * (cut.value_width // cut.chunk))
 
 
 def _product(shape: tuple[int, int], left, right) -> Array:
@@ -307,19 +312,36 @@ def _clear(values, length, cut: Cut) -> None:
         part[...] = jnp.where(rows < length, plgpu.load(part, layout=MATRIX), jnp.bfloat16(0))
 
 
-def _merged(
-    mixed: Float[Array, "b k B p N cv"],
-    top: Float[Array, "b k B p N"],
-    total: Float[Array, "b k B p N"],
-    sinks: Float[Array, "k B N"] | None,
-) -> Float[Array, "b k B N cv"]:
-    """All ranges together. What a range without a visible key holds is not used: it may never have been written."""
-    highest = top.max(3)
-    if sinks is not None:
-        highest = jnp.maximum(highest, sinks)
-    seen = top > -jnp.inf
-    shrink = jnp.exp2(top - highest[:, :, :, None])
-    whole = jnp.where(seen, total * shrink, 0).sum(3)
-    if sinks is not None:
-        whole += jnp.exp2(sinks - highest)
-    return jnp.where(seen[..., None], mixed * shrink[..., None], 0).sum(3) / whole[..., None]
+def _merge(
+    cut: Cut,
+    queries: Float[Array, "b t h c"],
+    kv_heads: int,
+    mixed: Float[Array, "b K p N W"],
+    weight: Float[Array, "b K p N"],
+    sinks: Float[Array, " h"] | None,
+) -> Float[Array, "b t h cv"]:
+    """The mean of all ranges by their weights, one query a block. XLA makes four kernels or more of it, as reductions."""
+    batch, t, heads, _ = queries.shape
+    group = heads // kv_heads
+
+    def merge_tree_attention(mixed, weight, *rest):
+        slot, row, head = (lax.axis_index(name) for name in ("slot", "row", "head"))
+        index = row * group + lax.rem(head, group)
+        column = lax.div(head, group) * cut.blocks + lax.div(index, cut.rows)
+        place = lax.rem(index, cut.rows)
+        weights = [weight[slot, column, split, place] for split in range(cut.splits)]
+        parts = [mixed[slot, column, split, place] for split in range(cut.splits)]
+        extra = [rest[0][head] * LOG2_E] if sinks is not None else []
+        top = reduce(jnp.maximum, weights + extra)
+        shares = [jnp.exp2(one - top) for one in weights + extra]
+        mean = reduce(jnp.add, [part * share for part, share in zip(parts, shares, strict=False)])
+        rest[-1][slot, row, head] = (mean / reduce(jnp.add, shares)).astype(queries.dtype)
+
+    merged = plgpu.kernel(
+        merge_tree_attention,
+        out_type=jax.ShapeDtypeStruct((batch, t, heads, cut.left_width), queries.dtype),
+        grid=(batch, t, heads),
+        grid_names=("slot", "row", "head"),
+        compiler_params=PARAMETERS,
+    )(mixed, weight, *([] if sinks is None else [sinks.astype(jnp.float32)]))
+    return merged[..., : cut.value_width]
