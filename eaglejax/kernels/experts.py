@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eaglejax.kernels.experts_gpu_shape import serves
-from eaglejax.kernels.select import mosaic, platform
+from eaglejax.kernels.select import no_pallas, platform
 from eaglejax.models.layers import project
 from eaglejax.models.packed import PackedWeight
 
@@ -41,12 +41,16 @@ def experts(
         weights: float32.
         gate_up, down: weights of all experts, gate before up; packed ones are widened expert by expert, as chosen.
         activation: "silu", or "gpt_oss" (gate and up clamped, gate * sigmoid(1.702 gate) * (up + 1)).
-        gather: forces one of the two ways in jnp; by default `select.mosaic` and `serves`, then `gather_pays`, choose.
+        gather: forces one of the two ways in jnp; by default `select.no_pallas` and `serves`, then `gather_pays`, choose.
 
     Returns: [n, d] in the dtype of x, accumulated in float32.
     """
     with jax.named_scope("experts"):
-        if gather is None and mosaic() and not (isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight)):
+        if (
+            gather is None
+            and no_pallas() is None
+            and not (isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight))
+        ):
             count, d, f = down.shape
             dtypes = (x.dtype, gate_up.dtype, down.dtype)
             if serves(x.shape[0], count, d, f, dtypes, activation) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import jax
@@ -14,6 +14,29 @@ from eaglejax.kernels.experts_gpu_shape import MOST_ROWS
 
 VARIABLE = "EAGLEJAX_KERNELS"
 _compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
+
+FORMS = ("auto", "xla", "pallas")
+# a context that jax's caches of traces know of: a trace made under one choice is not taken for another
+_kernels = jax.make_user_context(None)
+
+
+def kernels(form: str) -> AbstractContextManager[object]:
+    """Programs traced inside use the forms that this says: "xla"; "pallas" wherever the kernels can run; "auto", where they also pay.
+
+    Outside of it the environment variable EAGLEJAX_KERNELS says so, by default "auto".
+    """
+    return _kernels(_checked(form, "kernels"))
+
+
+def chosen_kernels() -> str:
+    """ "auto", "xla" or "pallas", as asked for."""
+    return _kernels.value or _checked(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def _checked(form: str, where: str) -> str:
+    if form not in FORMS:
+        raise ConfigError("no such kernels", where=where, found=repr(form), expected=", ".join(FORMS))
+    return form
 
 
 def platform() -> str:
@@ -31,29 +54,6 @@ def compiling_for(name: str) -> Iterator[None]:
         _compiled_for.reset(token)
 
 
-def kernels_asked() -> str:
-    """What EAGLEJAX_KERNELS asks for: "auto", "xla" (never a kernel of our own), "pallas" (ours on any GPU)."""
-    asked = os.environ.get(VARIABLE) or "auto"
-    if asked not in ("auto", "xla", "pallas"):
-        raise ConfigError(
-            "no such form of the kernels", where=VARIABLE, found=repr(asked), expected="auto, xla or pallas"
-        )
-    return asked
-
-
-def mosaic() -> bool:
-    """Whether the program being traced may use our Mosaic kernels: those are for Hopper GPUs and for jax 0.11 or later.
-
-    A GPU that is compiled for and is not here is taken to be one.
-    """
-    asked = kernels_asked()
-    if platform() != "gpu" or asked == "xla" or jax.__version_info__ < (0, 11):
-        return False
-    if asked == "pallas" or _compiled_for.get() is not None:
-        return True
-    return str(getattr(jax.local_devices()[0], "compute_capability", "")).startswith("9.")
-
-
 # measured on 2 cores with SmolLM2: 64 is 0.3 ms a step faster at 60 tokens, 256 is 0.2 ms faster at 500
 CPU_PREFIX_BLOCK = 128
 
@@ -69,6 +69,32 @@ def prefix_block(cached_rows: int) -> int | None:
     return None
 
 
+# cached rows from which the Pallas form of tree attention is used: with fewer, launches are all that counts
+PALLAS_FROM_ROWS = 1024
+PALLAS_FROM_JAX = (0, 11)  # with 0.10 the same kernels lower differently
+
+
+def no_pallas() -> str | None:
+    """Why no Pallas kernel is used in the program being traced, or None. They are written for Hopper GPUs (H100, H200)."""
+    if chosen_kernels() == "xla":
+        return "XLA was asked for"
+    if platform() != "gpu":
+        return f"no GPU ({platform()})"
+    if jax.__version_info__[:2] < PALLAS_FROM_JAX:
+        return f"jax {jax.__version__} is too old"
+    if _compiled_for.get() is None:
+        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+        if not capability.startswith("9."):
+            return f"not a Hopper GPU (compute capability {capability})"
+    return None
+
+
+def attention_form(cached_rows: int, reason: str | None) -> str:
+    """ "pallas" or "xla" for tree attention over this many cached rows. `reason`: why the kernel does not serve them, if so."""
+    pays = cached_rows >= PALLAS_FROM_ROWS or chosen_kernels() == "pallas"
+    return "pallas" if no_pallas() is None and reason is None and pays else "xla"
+
+
 def describe() -> list[str]:
     """One line per kernel for the load report."""
     backend = platform()
@@ -78,8 +104,14 @@ def describe() -> list[str]:
             "jnp, loop over the experts that are touched",
         )
     else:
+        reason = no_pallas()
         attention = "XLA, whole cache masked by length"
+        if reason is None:
+            least = 1 if chosen_kernels() == "pallas" else PALLAS_FROM_ROWS
+            attention = f"Pallas for few rows in bfloat16 over a cache of {least} rows or more, else {attention}"
+        elif backend == "gpu":
+            attention = f"{attention}; Pallas not used: {reason}"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
-        if mosaic():
-            experts = f"Mosaic kernels for up to {MOST_ROWS} rows of bfloat16 in whole tiles; otherwise {experts}"
+        if reason is None:
+            experts = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles; otherwise {experts}"
     return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]

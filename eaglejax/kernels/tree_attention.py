@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from eaglejax.kernels.select import prefix_block
+from eaglejax.kernels.select import attention_form, no_pallas, prefix_block
 from eaglejax.models.rows import KVRows, Step
 
 PRECISION = lax.Precision.HIGHEST
@@ -48,19 +48,27 @@ def tree_attention(
         scale: multiplies the scores.
         window: a row sees keys less than `window` positions back, or all.
         sinks: a score per head that takes part in the softmax and adds nothing (gpt-oss).
-        block: cached rows read at a time; default by device (`select.prefix_block`).
+        block: cached rows read at a time by the jnp form; by default the form, and this, go by device (`select`).
 
     Returns: [b, t, h, value_dim] in the dtype of the queries.
     """
     with jax.named_scope("attention"):
         batch, t, heads, width = queries.shape
+        size = cache.keys.shape[1]
+        if no_pallas() is None and block is None:
+            # imported where it is used: Pallas for GPUs takes a while to import and is not the same in older versions of jax
+            from eaglejax.kernels import tree_attention_gpu as gpu
+
+            if attention_form(size, gpu.serves(queries, rows, cache, value_dim)) == "pallas":
+                return gpu.tree_attention_gpu(
+                    queries, rows, cache, step, scale=scale, value_dim=value_dim, window=window, sinks=sinks
+                )
         kv_heads = rows.keys.shape[2]
         grouped = queries.reshape(batch, t, kv_heads, heads // kv_heads, width)
         visible = step.mask
         if window is not None:
             visible &= step.positions[:, :, None] - step.row_positions[:, None, :] < window
         state = _first(grouped, rows, visible, scale, value_dim, sinks)
-        size = cache.keys.shape[1]
         block = block or prefix_block(size) or size
 
         def body(index, state):

@@ -24,7 +24,9 @@ FREE = frozenset(
 INLINE = frozenset(("call", "conditional", "while", "async-start"))
 OWN, ALIKE, LIBRARY = 4, 3, 1  # how good a match is: its own kernel, that of an equal instruction, one of a library
 _NAME = re.compile(r"%[\w.\-]+")
-_ASIDE = re.compile(r"(metadata|frontend_attributes|control-predecessors|backend_config)=\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}")
+_ASIDE = re.compile(
+    r"(metadata|frontend_attributes|control-predecessors|backend_config)=\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+)
 _KERNEL = re.compile(r"[^A-Za-z0-9_]")
 
 
@@ -87,7 +89,9 @@ class Order:
     def _cuts(self, kernels: Sequence[str]) -> tuple[list[int], int]:
         """Where each cycle's anchor stands among the kernels, and where among the instructions: one whose kernel is like no other."""
         counts = Counter(kernels)
-        sure = {name: place for name, place in self._first.items() if name in counts and self._looks[place] in self._once}
+        sure = {
+            name: place for name, place in self._first.items() if name in counts and self._looks[place] in self._once
+        }
         if not sure:
             return [], 0
         usual = Counter(counts[name] for name in sure).most_common(1)[0][0]

@@ -184,16 +184,16 @@ def test_rings_fit(rows, d, f):
 
 def test_the_choice_by_name(monkeypatch):
     monkeypatch.delenv(select.VARIABLE, raising=False)
-    assert not select.mosaic()  # this is a CPU
+    assert select.no_pallas()  # this is a CPU
     with select.compiling_for("gpu"):
-        assert select.mosaic() and "Mosaic" in select.describe()[1]
+        assert select.no_pallas() is None and "Pallas" in select.describe()[1]
         monkeypatch.setenv(select.VARIABLE, "xla")
-        assert not select.mosaic() and "Mosaic" not in select.describe()[1]
+        assert select.no_pallas() and "Pallas" not in select.describe()[1]
     monkeypatch.setenv(select.VARIABLE, "pallas")
-    assert not select.mosaic()
+    assert select.no_pallas()
     monkeypatch.setenv(select.VARIABLE, "cuda")
-    with pytest.raises(ConfigError, match="EAGLEJAX_KERNELS.*auto, xla or pallas"):
-        select.mosaic()
+    with pytest.raises(ConfigError, match="EAGLEJAX_KERNELS.*auto, xla, pallas"):
+        select.no_pallas()
 
 
 def test_experts_take_the_kernels(monkeypatch):
