@@ -93,11 +93,11 @@ def attention(case: Case, options: dict[str, int]) -> Callable[..., jax.Array]:
     return run
 
 
-def looped(case: Case, options: dict[str, int]) -> Callable[..., jax.Array]:
-    """All layers, `times` times over."""
+def looped(case: Case, options: dict[str, int], trips: int) -> Callable[..., jax.Array]:
+    """All layers, `trips` times over: a number the compiler knows, for else the host would be asked before every trip."""
     one = jax.jit(attention(case, options))
 
-    def run(times: jax.Array, inputs: Inputs) -> jax.Array:
+    def run(inputs: Inputs) -> jax.Array:
         def body(_: Any, queries: jax.Array) -> jax.Array:
             for rows, cache in zip(inputs.rows, inputs.caches, strict=True):
                 out = one(queries, rows, cache, inputs.step)
@@ -105,7 +105,7 @@ def looped(case: Case, options: dict[str, int]) -> Callable[..., jax.Array]:
                 queries = inputs.queries + jnp.pad(out, spare)
             return queries
 
-        return lax.fori_loop(0, times, body, inputs.queries)
+        return lax.fori_loop(0, trips, body, inputs.queries)
 
     return run
 
@@ -138,11 +138,13 @@ def main() -> None:
     parser.add_argument(
         "--splits", type=int, help="blocks per slot and key/value head; default: as many as fill the card"
     )
+    parser.add_argument("--block_rows", type=int, help="most query rows of a block; default: its own choice")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second of the floor")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--trips", type=int, default=25, help="of the compiled loop over the layers")
+    parser.add_argument("--repeats", type=int, default=15, help="runs of the loop, of which the median counts")
     args = parser.parse_args()
-    options = {name: value for name in ("tile", "splits") if (value := getattr(args, name)) is not None}
+    options = {name: value for name in ("tile", "splits", "block_rows") if (value := getattr(args, name)) is not None}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.model}, batch {args.batch}, seed {args.seed}")
     lines = []
     for context in args.contexts:
@@ -159,23 +161,17 @@ def measure(cases: list[Case], args: argparse.Namespace, options: dict[str, int]
     }
     of = lambda case: inputs[case._replace(form=cases[0].form)]
     kept = [case for case in cases if case.form == "xla" or served(case, of(case), args.tile)]
-    one = jnp.int32(1)
-    lowered = [jax.jit(looped(case, options)).lower(one, of(case)) for case in kept]
+    lowered = [jax.jit(looped(case, options, args.trips)).lower(of(case)) for case in kept]
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(lambda program: program.compile(), lowered))
     lines = []
     for case, program in zip(kept, programs, strict=True):
-        run = lambda times, program=program, case=case: program(jnp.int32(times), of(case)).block_until_ready()
-        run(1)
-        begin = time.perf_counter()
-        run(3)
-        times = max(2, int((0.005 if args.quick else 0.1) / max((time.perf_counter() - begin) / 3, 1e-5)))
         seconds = []
-        for _ in range(3 if args.quick else 5):
+        for _ in range(args.repeats + 1):
             begin = time.perf_counter()
-            run(times)
+            program(of(case)).block_until_ready()
             seconds.append(time.perf_counter() - begin)
-        each = 1e6 * statistics.median(seconds) / times / args.layers
+        each = 1e6 * statistics.median(seconds[1:]) / args.trips / args.layers
         floor = 1e6 * bytes_of(case) / args.bandwidth
         error = error_of(case, of(case), options)
         print(

@@ -96,12 +96,14 @@ def tree_attention_gpu(
     sinks: Float[Array, " h"] | None = None,
     tile: int | None = None,
     splits: int | None = None,
+    block_rows: int | None = None,
 ) -> Float[Array, "b t h cv"]:
     """`tree_attention.tree_attention` for what `serves` admits; same arguments, same result up to rounding.
 
     Arguments:
         tile: keys of a tile, 64 or 128; by default by size.
-        splits: blocks per slot and key/value head; by default as many as fill the card.
+        splits: ranges of keys; by default as many as fill the card.
+        block_rows: most query rows that share a block, a multiple of 8; by default as many as registers hold.
     """
     batch, t, heads, width = queries.shape
     kv_heads, step_rows = rows.keys.shape[2], rows.keys.shape[1]
@@ -109,7 +111,7 @@ def tree_attention_gpu(
         rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -step_rows % EIGHT), (0, 0), (0, 0))), rows)
     group = heads // kv_heads
     latent = rows.values is None
-    blocks, padded = _rows(t * group, _most_rows(value_dim))
+    blocks, padded = _rows(t * group, block_rows or _most_rows(value_dim))
     tile = tile or _tile(width, value_dim)
     tiles = pl.cdiv(cache.keys.shape[1], tile) + pl.cdiv(step_rows, tile)
     splits = min(splits or max(BLOCKS // (batch * kv_heads * blocks), 1), tiles)
@@ -243,14 +245,12 @@ def _body(cut: Cut, refs, q_s, k_s, p_s, q_ready, full, v_s=None) -> None:
             keys = start + plgpu.broadcasted_iota(jnp.int32, (cut.tile, cut.rows), 0, layout=MATRIX)
             seen = keys < length
             if cut.window is not None:
-                positions = plgpu.load(given["positions"].at[slot, block], layout=COLUMNS, optimized=False)
+                positions = _load(given["positions"].at[slot, block], COLUMNS)
                 seen &= across(positions) - keys < cut.window
             pl.when(start + cut.tile > length)(lambda: _clear(kept, length - start, cut))
         else:
             start = pl.multiple_of((first + index - prefix) * cut.tile, cut.tile)
-            seen = (
-                plgpu.load(given["seen"].at[slot, block, pl.ds(start, cut.tile)], layout=MATRIX, optimized=False) != 0
-            )
+            seen = _load(given["seen"].at[slot, block, pl.ds(start, cut.tile)], MATRIX) != 0
         scores = jnp.where(seen, scores * (cut.scale * LOG2_E), -jnp.inf)
         new_top = jnp.maximum(top, scores.max(0))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0), not NaN
@@ -304,12 +304,17 @@ def _product(shape: tuple[int, int], left, right) -> Array:
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
+def _load(ref: Any, layout: Any) -> Array:
+    load: Any = plgpu.load  # of other arguments in older versions of jax
+    return load(ref, layout=layout, optimized=False)
+
+
 def _clear(values, length, cut: Cut) -> None:
     """Zeros for the values of unused rows: they may be NaN, and 0 * NaN is NaN."""
     for at in range(0, cut.value_width, cut.chunk):
         part = values.at[:, pl.ds(at, cut.chunk)]
         rows = plgpu.broadcasted_iota(jnp.int32, (cut.tile, cut.chunk), 0, layout=MATRIX)
-        part[...] = jnp.where(rows < length, plgpu.load(part, layout=MATRIX), jnp.bfloat16(0))
+        part[...] = jnp.where(rows < length, _load(part, MATRIX), jnp.bfloat16(0))
 
 
 def _merge(

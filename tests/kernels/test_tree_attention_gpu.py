@@ -150,7 +150,7 @@ def zeros(batch, t, r, heads, kv_heads, size, width, values, dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 128])
-@pytest.mark.parametrize("t", [1, 2, 4, 6, 8, 17])
+@pytest.mark.parametrize("t", [1, 3, 8, 17])
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "values"), [
     (32, 4, 128, 128), (32, 8, 64, 64), (8, 2, 256, 256), (16, 16, 192, 128), (8, 1, 576, None), (16, 1, 576, None),
 ])  # fmt: skip
