@@ -8,7 +8,7 @@ with one event per kernel, `hlo_op` among its stats where it was not launched fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Events:
 
     ops: list[Op]
     spans: list[Span]
-    by_kernel: int  # operations told by the name of their kernel alone
+    by_kernel: int  # operations told by the name of their kernel and its place among the others
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,46 @@ def _named(raw: list[_Raw], programs: Sequence[Instructions]) -> tuple[list[Op],
         seen = runs.setdefault(event.module, [])
         if event.run not in seen:
             seen.append(event.run)
-    ops, by_kernel = [], 0
+    runs_of: dict[tuple[int, str, int], list[_Raw]] = {}
     for event in raw:
-        same = [program for program in programs if event.module in ("", program.module)]
-        order = runs[event.module].index(event.run)
-        if len(runs[event.module]) == len(same):
-            same = [same[order]]
-        program, name = next(
-            ((one, found) for one in same if (found := one.name_of(event.op, event.kernel)) is not None), (None, None)
-        )
-        if program is None or name is None:
-            if same:
-                ops.append(Op(event.device, event.op or event.kernel, event.begin, event.end, None))
-            continue
-        by_kernel += name != event.op
-        if name not in program.containers:
-            ops.append(Op(event.device, name, event.begin, event.end, program.phases[name]))
-    return ops, by_kernel
+        runs_of.setdefault((event.device, event.module, event.run), []).append(event)
+    ops, by_kernel = [], 0
+    for (device, module, run), events in runs_of.items():
+        same = [program for program in programs if module in ("", program.module)]
+        if len(runs[module]) == len(same):
+            same = [same[runs[module].index(run)]]
+        for event, name, program in _instructions(events, same):
+            if program is None or name is None:
+                if same:
+                    ops.append(Op(device, event.op or event.kernel, event.begin, event.end, None))
+                continue
+            by_kernel += name != event.op
+            if name not in program.containers:
+                ops.append(Op(device, name, event.begin, event.end, program.phases[name]))
+    return sorted(ops, key=lambda op: op.begin), by_kernel
+
+
+def _instructions(
+    events: list[_Raw], programs: Sequence[Instructions]
+) -> Iterator[tuple[_Raw, str | None, Instructions | None]]:
+    """What each event of one run stands for, and in which of the programs that it may be a run of."""
+    told = [(event, *_by_name(event, programs)) for event in events]
+    unsure = [event for event, name, _ in told if name is None or name != event.op]
+    if unsure and len(programs) == 1:
+        # those that name no instruction are told apart by their order; one that fits nowhere goes with a call of a library right before it,
+        # which launched more than one kernel
+        program, before = programs[0], None
+        placed = dict(zip(map(id, unsure), program.lay([event.kernel for event in unsure]), strict=True))
+        for place, (event, name, _) in enumerate(told):
+            if id(event) in placed:
+                name = placed[id(event)] or name or before
+                told[place] = (event, name, None if name is None else program)
+            before = name if name in program.libraries else None
+    yield from told
+
+
+def _by_name(event: _Raw, programs: Sequence[Instructions]) -> tuple[str | None, Instructions | None]:
+    for program in programs:
+        if (name := program.name_of(event.op, event.kernel)) is not None:
+            return name, program
+    return None, None

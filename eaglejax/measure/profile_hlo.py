@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
 
+from eaglejax.measure.profile_order import Order, kernel_name
 from eaglejax.measure.profile_phases import LOOP, phase_of
 from eaglejax.sharding.collectives import KINDS
 from eaglejax.sharding.hlo_text import Line, parse_program
@@ -12,7 +15,6 @@ from eaglejax.sharding.hlo_text import Line, parse_program
 # run other instructions, which have events of their own
 CONTAINERS = frozenset(("while", "conditional", "call", "async-start", "async-done"))
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")
-_KERNEL = re.compile(r"[^A-Za-z0-9_]")
 
 
 class Instructions:
@@ -29,20 +31,37 @@ class Instructions:
         self.module = found[1] if found else ""
         self.phases: dict[str, str] = {}
         self.containers: set[str] = set()
+        self.libraries: set[str] = set()  # instructions that may launch several kernels, with names of their own
         self.every_cycle: set[str] = set()
         self._unscoped = unscoped
         self._walk(entry, None, 0)
-        self._by_kernel = {_KERNEL.sub("_", name): name for name in self.phases}
+        self._by_kernel = {kernel_name(name): name for name in self.phases}
+        loop = next((line for line in self._computations[entry] if line.opcode == "while"), None)
+        self._loop = loop is not None
+        self._ordered = entry if loop is None else loop.calls["body"][0]
 
     def name_of(self, op: str, kernel: str) -> str | None:
         """The instruction that an event stands for: the one it names, or, where the event names a whole command buffer or nothing, the
         one its kernel is called after; None where it is none of this program's.
 
-        XLA may run one kernel for several equal instructions; it is then called after the first of them.
+        XLA may run one kernel for several equal instructions; it is then called after the first of them: `lay` tells them apart.
         """
         if op in self.phases or op in self.containers:
             return op
-        return self._by_kernel.get(_KERNEL.sub("_", kernel))
+        return self._by_kernel.get(kernel_name(kernel))
+
+    def lay(self, kernels: Sequence[str]) -> list[str | None]:
+        """The instruction of each kernel of one run of the program, told by their order (`profile_order.py`): of the body of its loop over
+        and over where it has one, else of the whole program. None for kernels that fit nowhere.
+
+        Arguments:
+            kernels: names of all that ran, in the order in which they began.
+        """
+        return [None if line is None else line.name for line in self._order.lay(kernels, self._loop)]
+
+    @cached_property
+    def _order(self) -> Order:
+        return Order(self._computations, self._ordered)
 
     def _walk(self, computation: str, around: str | None, loops: int, branch: bool = False) -> None:
         """`around`: phase of the loop or branch that runs this computation. `loops`: loops around it."""
@@ -58,6 +77,8 @@ class Instructions:
                         self._walk(callee, phase, inside, branch or line.opcode == "conditional" or inside > 1)
             elif loops == 1 and not branch:
                 self.every_cycle.add(line.name)
+            if line.opcode == "custom-call":
+                self.libraries.add(line.name)
             self.phases[line.name] = phase or self._unscoped
 
     def _resolved(self, lines: list[Line], around: str | None) -> dict[str, str]:

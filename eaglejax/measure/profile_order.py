@@ -15,6 +15,7 @@ from functools import cache
 
 import numpy as np
 
+from eaglejax.sharding.collectives import KINDS
 from eaglejax.sharding.hlo_text import Line
 
 # no kernel: a name for what is there already
@@ -107,7 +108,7 @@ class Order:
         order = [(anchor + step) % count for step in range(count)]
         looks = np.asarray([self._looks[place] for place in order], np.int64)
         place_of = {place: step for step, place in enumerate(order)}
-        library = np.asarray([not self.lines[place].opcode == "fusion" for place in order])
+        kinds = [_kind(self.lines[place].opcode) for place in order]
         # best[i, j]: of the first i kernels along the first j instructions
         best = np.zeros((len(kernels) + 1, count + 1), np.int32)
         values = []
@@ -115,7 +116,7 @@ class Order:
             value = np.zeros(count, np.int32)
             first = self._first.get(kernel)
             if first is None:
-                value[library] = LIBRARY
+                value[[kind == _kernel_kind(kernel) for kind in kinds]] = LIBRARY
             else:
                 value[looks == self._looks[first]] = ALIKE
                 value[place_of[first]] = OWN
@@ -131,3 +132,15 @@ class Order:
             found[row - 1] = order[step - 1]
             step -= 1
         return found
+
+
+def _kind(opcode: str) -> str:
+    """Of the kernels with names of their own that an instruction may launch: "" for one that launches none."""
+    opcode = opcode.removesuffix("-start")
+    return "collective" if opcode in KINDS else {"copy": "copy", "custom-call": "library"}.get(opcode, "")
+
+
+def _kernel_kind(kernel: str) -> str:
+    if kernel.startswith(("Memcpy", "Memset")):
+        return "copy"
+    return "collective" if kernel.startswith("nccl") else "library"

@@ -36,7 +36,9 @@ def to_text(profile: Profile) -> str:
         f"{100 * profile.busy:.1f} % of it",
     ]
     if profile.named_by_kernel:
-        lines.append(f"{100 * profile.named_by_kernel:.0f} % of the operations were told by their kernel's name")
+        lines.append(
+            f"{100 * profile.named_by_kernel:.0f} % of the operations were told by their kernel's name and its place in the cycle"
+        )
     lines += [
         "",
         f"the prefill, once, {1e3 * profile.prefill_seconds:.2f} ms:",

@@ -76,7 +76,8 @@ class Profile:
 
     untraced, traced: tokens/s of all slots, of every run. untraced_cycle: seconds of a cycle, untraced. cycle_seconds: wall time of a
     cycle in the traced run that was read, to which `phases` add up; they are not scaled back to the untraced speed.
-    named_by_kernel: share of operations that were told by their kernel's name. trace: folder of the raw trace, for Perfetto and XProf.
+    named_by_kernel: share of operations that were told by their kernel's name and place. trace: folder of the raw trace, for Perfetto and
+        XProf.
     twice: parts of the cycle timed without a trace (`profile_twice.py`), where that was asked for or the trace could not be mapped.
     """
 
