@@ -104,6 +104,18 @@ def _product(rows: int, x_shape: tuple[int, int], shape: tuple[int, int], interp
     )
 
 
+def _total(parts, together: int):
+    """Of the ranges, `together` loaded at a time: the loads do not wait for one another's sums."""
+    total: Any = None
+    for begin in range(0, parts.shape[0], together):
+        indices = range(begin, min(begin + together, parts.shape[0]))
+        some = [_load(parts.at[index], layout=plgpu.Layout.WGMMA, optimized=False) for index in indices]
+        while len(some) > 1:
+            some = [sum(some[at + 1 : at + 2], some[at]) for at in range(0, len(some), 2)]
+        total = some[0] if total is None else total + some[0]
+    return total
+
+
 def _key(value):
     """Integers in the order of floats."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -120,13 +132,14 @@ def _choice(
     rows: int, shape: tuple[int, int, int], config: MoEConfig, biased: bool, corrected: bool, places: bool, interpret
 ):
     """Table of weights [e in whole tiles, padded rows], words of the chosen experts; ids and weights [k, padded rows]."""
-    ranges, tall, columns = shape
+    _, tall, columns = shape
     count, k, words_wide = config.experts, config.topk, word_count(config.experts)
     vectors = biased + corrected
     whole = (tall, columns)
+    together = max(2, 128 * 128 // (tall * columns))  # loads on their way at a time: 128 registers of a thread
     spread = lambda v: lax.broadcast_in_dim(v, whole, (1,))
 
-    def route_choice(*refs, vector_tiles=None, full=None):
+    def route_choice(*refs, vector_tiles: Any = None, full: Any = None):
         parts, refs = refs[0], refs[1:]
         given, (table, words, *lists) = refs[:vectors], refs[vectors:]
         if vectors:
@@ -136,10 +149,7 @@ def _choice(
                     plgpu.copy_gmem_to_smem(
                         ref.at[pl.ds(start, TILE)], vector_tiles.at[index, pl.ds(begin, TILE)], full.at[0]
                     )
-        some = [_load(parts.at[index], layout=plgpu.Layout.WGMMA, optimized=False) for index in range(ranges)]
-        while len(some) > 1:  # a tree: the loads do not wait for one another's sums
-            some = [sum(some[at + 1 : at + 2], some[at]) for at in range(0, len(some), 2)]
-        logits = some[0]
+        logits = _total(parts, together)
         if vectors:
             plgpu.barrier_wait(full.at[0])
         vector = lambda index: lax.broadcast_in_dim(_load(vector_tiles.at[index], layout=OVER_WEIGHTS), whole, (0,))
@@ -153,10 +163,9 @@ def _choice(
         if config.groups > 1:
             key = _best_groups(choice, key, row, config, spread)
         key = jnp.where(real, key, TAKEN)
-        chosen, best = [], None
-        for _ in range(k):
-            most = jnp.max(key, axis=0)
-            best = most if best is None else best
+        chosen, best = [], jnp.max(key, axis=0)
+        for place in range(k):
+            most = jnp.max(key, axis=0) if place else best
             one = jnp.min(jnp.where(key == spread(most), row, tall), axis=0)
             key = jnp.where(row == spread(one), TAKEN, key)
             chosen.append(one)
@@ -170,9 +179,9 @@ def _choice(
         table[...] = plgpu.layout_cast(jnp.where(asked, scores, NOBODY), plgpu.Layout.WGMMA)
         anybody = jnp.max(jnp.where(asked, 1, 0), axis=1)
         wide = (tall, words_wide)
-        place, word = lax.broadcasted_iota(jnp.int32, wide, 0), lax.broadcasted_iota(jnp.int32, wide, 1)
-        bits = lax.shift_left(lax.broadcast_in_dim(anybody, wide, (0,)), place & 31)
-        bits = jnp.where(lax.shift_right_logical(place, jnp.full_like(place, 5)) == word, bits, 0)
+        expert, word = lax.broadcasted_iota(jnp.int32, wide, 0), lax.broadcasted_iota(jnp.int32, wide, 1)
+        bits = lax.shift_left(lax.broadcast_in_dim(anybody, wide, (0,)), expert & 31)
+        bits = jnp.where(lax.shift_right_logical(expert, jnp.full_like(expert, 5)) == word, bits, 0)
         words[...] = jnp.sum(bits, axis=0)
         for slot, one in enumerate(_ascending(chosen) if places else []):
             lists[0][slot] = one

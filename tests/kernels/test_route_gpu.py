@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
+from eaglejax.kernels import select
+from eaglejax.kernels.experts import experts
 from eaglejax.kernels.experts_gpu_shape import SHARED, TILE, padded_rows, route_columns, route_serves
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
-from eaglejax.models.moe import route
+from eaglejax.models.moe import MoE, route, watching_routers
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels are written for jax 0.11's Pallas")
 D = 128
@@ -164,3 +167,41 @@ def test_which_shapes_are_served():
     assert "not to 60" in (route_serves(1, 60, 4096, jnp.bfloat16) or "")
     assert "whole tiles" in (route_serves(1, 16, 576 + 8, jnp.bfloat16) or "")
     assert "fits" in (route_serves(1, 16, 64 * 17, jnp.bfloat16) or "")
+
+
+def test_the_experts_read_the_tables():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from eaglejax.kernels.experts_gpu import experts_of_tables
+
+    config = MoEConfig(24, 3, 64, "softmax_topk", router_bias=True, expert_bias=True, expert_activation="gpt_oss")
+    x, weight, bias, _ = problem(3, config)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+    arrays = draw(0, 24, 2, 64, D), draw(1, 24, D, 64), draw(2, 24, 2, 64), draw(3, 24, D)
+    tables = run(x, weight, bias, None, config, True)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = experts_of_tables(jnp.asarray(x), tables, *arrays, topk=3, activation="gpt_oss", interpret=params)
+    ids, weights = map(jnp.asarray, reference(x, weight, bias, None, config))
+    want = np.asarray(experts(jnp.asarray(x), ids, weights, *arrays, activation="gpt_oss")).astype(np.float32)
+    np.testing.assert_allclose(np.asarray(got).astype(np.float32), want, atol=1.5e-2 * np.abs(want).max(), rtol=0)
+
+
+def test_a_mixture_takes_the_kernels(monkeypatch):
+    """Of router and experts where they serve both; of experts alone where a router is watched or rows are many."""
+    monkeypatch.delenv(select.VARIABLE, raising=False)
+    config = MoEConfig(16, 2, 64, router_bias=True)
+
+    def calls(rows, dtype=jnp.bfloat16):
+        graph, state = nnx.split(nnx.eval_shape(lambda: MoE(config, D, dtype=dtype)))
+        # traced anew: what is chosen depends on more than the arguments
+        layer = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        traced = layer.trace(state, jax.ShapeDtypeStruct((1, rows, D), dtype))
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+
+    assert calls(4) == 0
+    with select.compiling_for("gpu"):
+        assert calls(4) == 4 and calls(17) == 2 and calls(4, jnp.float32) == 0
+        with watching_routers() as seen:
+            assert calls(4) == 2 and len(seen.experts) == 1
+        monkeypatch.setenv(select.VARIABLE, "xla")
+        assert calls(4) == 0
