@@ -1,8 +1,8 @@
 """A mixture's layer, from its router to the sum over its experts, on this GPU: our kernels beside XLA's own.
 
-Random weights and rows, so random routing. Every layer has weights of its own (no cache serves them); all run in one compiled loop. "route"
-is the same without experts: what is left of a layer is what its experts take. The floor is the bytes of the experts that are touched, and
-of the router, at --bandwidth.
+Random weights and rows, so random routing. Every layer has weights of its own (no cache serves them); all run in one compiled loop.
+"fused" has the router in our kernels too, up to 16 rows. "route" is XLA's router without experts: what is left of the other layers is what
+their experts take. The floor is the bytes of the experts that are touched, and of the router, at --bandwidth.
 
 python tools/bench_experts.py --shape qwen3-30b-a3b --rows 1 2 4 8 16 32 64
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eaglejax.kernels import select
-from eaglejax.kernels.experts import experts
+from eaglejax.kernels.experts import experts, routed_experts
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
 from eaglejax.models.moe import route
@@ -36,7 +36,7 @@ SHAPES = {
     "kimi-k2-eighth": (7168, MoEConfig(48, 8, 2048, "sigmoid", scaling=2.5)),
     "tiny": (128, MoEConfig(8, 2, 128)),
 }
-WAYS = ("pallas", "xla", "route")
+WAYS = ("fused", "pallas", "xla", "route")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,12 +113,12 @@ def to_text(name: str, records: list[dict[str, Any]]) -> str:
     by = {(record["way"], record["rows"]): record for record in records}
     lines = [
         f"{name}: us a layer",
-        "rows  touched  floor  pallas (x floor, error)     xla (x floor, error)        route",
+        "rows  touched  floor  fused (x floor, error)      pallas (x floor, error)     xla (x floor, error)        route",
     ]
     for n in sorted({record["rows"] for record in records}):
         some = next(record for record in records if record["rows"] == n)
         cells = [f"{n:4d}  {some['touched']:7.1f}  {some['floor_us']:5.1f}"]
-        for way in ("pallas", "xla"):
+        for way in ("fused", "pallas", "xla"):
             r = by.get((way, n))
             cells.append(f"{r['us']:8.1f} ({r['ratio']:5.2f}, {r['error']:.4f})  " if r else " " * 26)
         cells.append(f"{by['route', n]['us']:8.1f}" if ("route", n) in by else "")
@@ -165,9 +165,13 @@ def reference(x: jax.Array, layer: dict[str, jax.Array], config: MoEConfig) -> j
 def lower(way: str, weights: list[dict[str, jax.Array]], rows: jax.Array, config: MoEConfig) -> Any:
     """The program of one way, for rows of this number."""
     before = os.environ.get(select.VARIABLE)
-    os.environ[select.VARIABLE] = "xla" if way == "route" else way
+    os.environ[select.VARIABLE] = {"route": "xla", "fused": "pallas"}.get(way, way)
 
     def layer_of(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
+        if way == "fused":
+            out = routed_experts(x, layer["router"], None, None, *expert_arrays(layer), config=config)
+            if out is not None:  # else as "pallas"
+                return out
         ids, shares = choose(x, layer, config)
         if way == "route":
             return x * (shares.sum(axis=1, keepdims=True) + ids.sum(axis=1, keepdims=True)).astype(x.dtype)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eaglejax.kernels.experts_gpu_shape import serves
+from eaglejax.kernels.experts_gpu_shape import route_serves, serves
 from eaglejax.kernels.select import no_pallas, platform
+from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
 from eaglejax.models.packed import PackedWeight
 
@@ -46,21 +47,63 @@ def experts(
     Returns: [n, d] in the dtype of x, accumulated in float32.
     """
     with jax.named_scope("experts"):
-        if (
-            gather is None
-            and no_pallas() is None
-            and not (isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight))
-        ):
-            count, d, f = down.shape
-            dtypes = (x.dtype, gate_up.dtype, down.dtype)
-            if serves(x.shape[0], count, d, f, dtypes, activation) is None:
-                from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
+        if gather is None and kernels_serve(x, gate_up, down, activation):
+            from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
 
-                return experts_gpu(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation)
+            return experts_gpu(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation)
         if gather is None:
             gather = gather_pays(ids.size, gate_up.shape[0])
         way = _gathered if gather else _looped
         return way(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation).astype(x.dtype)
+
+
+def kernels_serve(
+    x: Float[Array, "n d"],
+    gate_up: Float[Array, "e 2 f d"] | PackedWeight,
+    down: Float[Array, "e d f"] | PackedWeight,
+    activation: str,
+) -> bool:
+    """Whether the program being traced gives these rows to the Mosaic kernels."""
+    if no_pallas() is not None or isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
+        return False
+    dtypes = (x.dtype, gate_up.dtype, down.dtype)
+    count, d, f = down.shape
+    return serves(x.shape[0], count, d, f, dtypes, activation) is None
+
+
+def routed_experts(
+    x: Float[Array, "n d"],
+    router: Float[Array, "e d"],
+    router_bias: Float[Array, " e"] | None,
+    correction: Float[Array, " e"] | None,
+    gate_up: Float[Array, "e 2 f d"] | PackedWeight,
+    down: Float[Array, "e d f"] | PackedWeight,
+    gate_up_bias: Float[Array, "e 2 f"] | None = None,
+    down_bias: Float[Array, "e d"] | None = None,
+    *,
+    config: MoEConfig,
+) -> Float[Array, "n d"] | None:
+    """Router and `experts` in Mosaic kernels alone, all experts being on this device; None where they do not serve both."""
+    if not kernels_serve(x, gate_up, down, config.expert_activation):
+        return None
+    if route_serves(x.shape[0], config.experts, x.shape[1], x.dtype) is not None:
+        return None
+    from eaglejax.kernels.experts_gpu import experts_of_tables  # Pallas takes a while to import
+    from eaglejax.kernels.route_gpu import route_gpu
+
+    with jax.named_scope("route"):
+        tables = route_gpu(x, router, router_bias, correction, config=config, with_ids=down_bias is not None)
+    with jax.named_scope("experts"):
+        return experts_of_tables(
+            x,
+            tables,
+            gate_up,
+            down,
+            gate_up_bias,
+            down_bias,
+            topk=config.topk,
+            activation=config.expert_activation,
+        )
 
 
 def gather_pays(pairs: int, count: int, device: str | None = None) -> bool:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, down_ring, gateup_ring, padded_rows
+from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, Tables, down_ring, gateup_ring, padded_rows
 
 GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
 NOBODY = float("-inf")  # in the table of weights: this row did not choose this expert
@@ -48,24 +48,53 @@ def experts_gpu(
 
     Compiled once for all layers of one shape.
     """
-    n, k = ids.shape
     count = down.shape[0]
-    columns, slots = padded_rows(n), min(count, n * k)
-    words, table = chosen_words(ids, count), weight_table(ids, weights, count, columns)
+    words, table = chosen_words(ids, count), weight_table(ids, weights, count, padded_rows(x.shape[0]))
+    return experts_of_tables(
+        x,
+        Tables(table, words, ids, weights),
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        topk=ids.shape[1],
+        activation=activation,
+        interpret=interpret,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "activation", "interpret"))
+def experts_of_tables(
+    x: Float[Array, "n d"],
+    tables: Tables,
+    gate_up: Float[Array, "e 2 f d"],
+    down: Float[Array, "e d f"],
+    gate_up_bias: Float[Array, "e 2 f"] | None = None,
+    down_bias: Float[Array, "e d"] | None = None,
+    *,
+    topk: int,
+    activation: str = "silu",
+    interpret: Any = None,
+) -> Float[Array, "n d"]:
+    """`experts_gpu` of rows whose experts stand in tables; with ids and weights where there is a `down_bias`."""
+    n, count = x.shape[0], down.shape[0]
+    columns, slots = padded_rows(n), min(count, n * topk)
     biases = () if gate_up_bias is None else (gate_up_bias,)
     if n > 8 and n % 8:  # missing rows are made up by the copies, but only whole tiles of 8 beyond the first
         x = jnp.pad(x, ((0, -n % 8), (0, 0)))
     inner, chosen = _gateup(x.shape[0], slots, gate_up.shape, activation, len(biases), interpret)(
-        x, table, words, gate_up, *biases
+        x, tables.table, tables.words, gate_up, *biases
     )
-    parts = _down(columns, slots, down.shape, interpret)(inner, chosen, words, down)
+    parts = _down(columns, slots, down.shape, interpret)(inner, chosen, tables.words, down)
     # a chain of additions, not a reduction: its order must be the same in every program
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     total = total[:n]
     if down_bias is not None:
-        for place in range(k):
+        ids, weights = tables.ids, tables.weights
+        assert ids is not None and weights is not None
+        for place in range(topk):
             bias = jnp.take(down_bias, ids[:, place], axis=0, mode="clip").astype(jnp.float32)
             total = total + jnp.where(ids[:, place, None] < count, weights[:, place, None] * bias, 0)
     return total.astype(x.dtype)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import DTypeLike
+from jaxtyping import Array, DTypeLike, Float, Int
 
 BLOCKS = 132  # cores of an H100 or H200; on a card with fewer the rest wait their turn
 TILE = 64  # rows of a weight in one tensor core instruction
@@ -14,6 +15,7 @@ SHARED = 232448 - 2048  # bytes of shared memory that a block may have, less bar
 MOST_ROWS, MOST_EXPERTS = 64, 1024
 ENOUGH = 128 << 10  # bytes on their way to one core that keep the memory busy
 WIDTHS = (256, 192, 128, 64)
+MOST_ROUTED, MOST_ROUTER_EXPERTS, MOST_RANGES = 16, 512, 16  # of the router's kernels
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,20 @@ class Ring:
     step: int
     stages: int
     parts: int = 1
+
+
+class Tables(NamedTuple):
+    """Which experts the rows of one pass chose, as the experts kernels read it.
+
+    table: with what weight each row (padded) takes each expert, -inf where it does not; more experts than there are may follow.
+    words: bit e % 32 of word e // 32 says whether any row chose expert e.
+    ids, weights: those of each row, ascending, where asked for.
+    """
+
+    table: Float[Array, "e columns"]
+    words: Int[Array, " w"]
+    ids: Int[Array, "n k"] | None = None
+    weights: Float[Array, "n k"] | None = None
 
 
 def padded_rows(rows: int) -> int:
@@ -90,3 +106,38 @@ def scratch_bytes(rows: int, topk: int, count: int, d: int, f: int) -> int:
     columns, slots = padded_rows(rows), min(count, rows * topk)
     parts = _down_parts(d, f)[1]
     return columns * (slots * f * 2 + parts * d * 4 + count * 4 + d * 2)
+
+
+def whole_tiles(count: int) -> int:
+    """So many rows of a weight, and those that fill its last tile."""
+    return -(-count // TILE) * TILE
+
+
+def word_count(count: int) -> int:
+    """Words of bits for so many experts, by eights: the columns of a sum over the experts."""
+    return -(-count // 256) * 8
+
+
+def route_columns(d: int) -> int:
+    """Columns of the router's weight that one block multiplies."""
+    tiles = d // TILE
+    return d // next(parts for parts in range(MOST_RANGES, 0, -1) if tiles % parts == 0)
+
+
+def route_serves(rows: int, count: int, d: int, dtype: DTypeLike) -> str | None:
+    """Why the kernels cannot route these rows; None where they can.
+
+    Arguments:
+        dtype: of the rows; the router's weight is float32.
+    """
+    if (name := jnp.dtype(dtype).name) != "bfloat16":
+        return f"they route bfloat16, not {name}"
+    if not 0 < rows <= MOST_ROUTED:
+        return f"they route 1 to {MOST_ROUTED} rows, not {rows}"
+    if count % 8 or count > MOST_ROUTER_EXPERTS:
+        return f"they route to experts by eights up to {MOST_ROUTER_EXPERTS}, not to {count}"
+    if d % TILE:
+        return f"{d} is not made of whole tiles of {TILE}"
+    if route_columns(d) * (TILE * 4 + padded_rows(rows) * 2) > SHARED:
+        return f"{d} has no cut that fits their memory"
+    return None

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import jax
 
 from eaglejax.errors import ConfigError
-from eaglejax.kernels.experts_gpu_shape import MOST_ROWS
+from eaglejax.kernels.experts_gpu_shape import MOST_ROUTED, MOST_ROWS
 
 VARIABLE = "EAGLEJAX_KERNELS"
 _compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
@@ -113,5 +113,6 @@ def describe() -> list[str]:
             attention = f"{attention}; Pallas not used: {reason}"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
         if reason is None:
-            experts = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles; otherwise {experts}"
+            ours = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles (up to {MOST_ROUTED}: routers too)"
+            experts = f"{ours}; otherwise {experts}"
     return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]

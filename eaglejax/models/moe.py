@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eaglejax.kernels.experts import experts
+from eaglejax.kernels.experts import experts, routed_experts
 from eaglejax.models.config import DenseConfig, MoEConfig
 from eaglejax.models.layers import MLP, param, project
 from eaglejax.models.packed import PackedWeight
@@ -124,10 +125,16 @@ class Router(nnx.Module):
         self.correction = param((config.experts,), ("e",), jnp.float32) if config.correction_bias else None
 
     def __call__(self, x: Float[Array, "n d"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
-        logits = project(x.astype(jnp.float32), self.weight[...])
-        if self.bias is not None:
-            logits = logits + self.bias[...]
-        return route(logits, self.config, None if self.correction is None else self.correction[...])
+        weight, bias, correction = self.arrays()
+        logits = project(x.astype(jnp.float32), weight)
+        if bias is not None:
+            logits = logits + bias
+        return route(logits, self.config, correction)
+
+    def arrays(self) -> tuple[Array, Array | None, Array | None]:
+        """Weight, bias and correction bias."""
+        bias = None if self.bias is None else self.bias[...]
+        return self.weight[...], bias, None if self.correction is None else self.correction[...]
 
 
 class Experts(nnx.Module):
@@ -153,15 +160,15 @@ class Experts(nnx.Module):
         """Arguments: ids of all experts, [n, k] ascending; weights float32."""
         if "e" in self.over.names:
             ids = self._own(ids)
-        return experts(
-            x,
-            ids,
-            weights,
+        return experts(x, ids, weights, *self.arrays(), activation=self.activation)
+
+    def arrays(self) -> tuple[Any, Any, Array | None, Array | None]:
+        """This device's weights and biases, in the order in which the kernels take them."""
+        return (
             self.gate_up if isinstance(self.gate_up, PackedWeight) else self.gate_up[...],
             self.down if isinstance(self.down, PackedWeight) else self.down[...],
             None if self.gate_up_bias is None else self.gate_up_bias[...],
             None if self.down_bias is None else self._down_bias(),
-            activation=self.activation,
         )
 
     def _own(self, ids: Int[Array, "n k"]) -> Int[Array, "n k"]:
@@ -188,7 +195,7 @@ class MoE(nnx.Module):
     def __init__(
         self, config: MoEConfig, features: int, *, dtype: DTypeLike, over: Over = WHOLE, shared_over: Over = WHOLE
     ):
-        self.over, self.shared_over = over, shared_over
+        self.config, self.over, self.shared_over = config, over, shared_over
         self.router = Router(config, features)
         self.experts = Experts(config, features, dtype=dtype, over=over)
         shared = DenseConfig(config.shared_width)
@@ -200,7 +207,7 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         with jax.named_scope("moe"):
             rows = x.reshape(-1, x.shape[-1])
-            out = self.experts(rows, *self.router(rows))
+            out = self._routed(rows)
             if self.shared is not None:
                 shared = self.shared(rows)
                 if self.shared_gate is not None:
@@ -212,3 +219,11 @@ class MoE(nnx.Module):
             else:
                 out = self.over.sum(out)
             return out.reshape(x.shape)
+
+    def _routed(self, rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        # the kernels of both keep what is watched to themselves, and know no experts of other devices
+        if watched() is None and "e" not in self.over.names:
+            out = routed_experts(rows, *self.router.arrays(), *self.experts.arrays(), config=self.config)
+            if out is not None:
+                return out
+        return self.experts(rows, *self.router(rows))
