@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kern
 D = 128
 
 
-def problem(rows, config, seed=0):
+def problem(rows, config, seed=0, d=D):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     bias = draw(config.experts) if config.router_bias else None
     correction = 0.1 * draw(config.experts) if config.correction_bias else None
-    return draw(rows, D).astype(ml_dtypes.bfloat16), draw(config.experts, D) / D**0.5, bias, correction
+    return draw(rows, d).astype(ml_dtypes.bfloat16), draw(config.experts, d) / np.float32(d**0.5), bias, correction
 
 
 def run(x, weight, bias, correction, config, with_ids):
@@ -88,6 +88,21 @@ def test_against_the_router_in_jnp(name, rows):
 
 def test_more_rows():
     check(*problem(11, CONFIGS["softmax"]), CONFIGS["softmax"], with_ids=True)
+
+
+def test_products_are_float32():
+    """Several ranges of several tiles; a logit is off by rounding of float32 and no more."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from eaglejax.kernels.route_gpu import _product
+
+    config, d = MoEConfig(72, 4, 64), 22 * TILE
+    x, weight, *none = problem(5, config, d=d)
+    assert route_columns(d) == 2 * TILE
+    check(x, weight, *none, config)
+    parts = _product(5, x.shape, weight.shape, plgpu.InterpretGPUParams())(jnp.asarray(x), jnp.asarray(weight))
+    got = np.asarray(parts).astype(np.float64).sum(0)[:72, :5].T
+    np.testing.assert_allclose(got, x.astype(np.float64) @ weight.astype(np.float64).T, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_topk"])
