@@ -136,7 +136,7 @@ def _kernel(cut: Cut, interpret: Any):
 
         def turn(x, scale):
             """The same roundings as RMSNorm and rotate."""
-            if normed:
+            if cut.eps is not None:
                 wide = x.astype(jnp.float32)
                 wide = wide * lax.rsqrt(head_sums(wide * wide) / c + cut.eps)
                 wide = wide.astype(x.dtype).astype(jnp.float32)

@@ -1,5 +1,7 @@
 """The kernels between the large products for Hopper GPUs without one: interpreted, with a search for races, and lowered at real shapes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -28,8 +30,9 @@ def norm(scale, eps=1e-6):
 def interpreted(kernel, *arguments, **options):
     """Races fail the test."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import mosaic_gpu
 
+    plgpu: Any = mosaic_gpu  # typed otherwise in jax 0.10
     out = kernel(*arguments, **options, interpret=plgpu.InterpretGPUParams(detect_races=True))
     out = [np.asarray(array) for array in out]
     assert not interpret_pallas_call.get_races().races_found
@@ -60,7 +63,7 @@ def both_ways(config, batch, rows, seed=0, change=lambda array: array):
     both = change(draw(seed + 1, batch, rows, 2, config.kv_heads * c))
     scales = [1 + draw(seed + 2, c) / 4, 1 + draw(seed + 3, c) / 4] if config.qk_norm else []
     positions = jnp.asarray(np.random.default_rng(seed).integers(0, 4000, (batch, rows)), jnp.int32)
-    norms = tuple(norm(scale, config.qk_norm_eps) for scale in scales) or None
+    norms = (norm(scales[0], config.qk_norm_eps), norm(scales[1], config.qk_norm_eps)) if scales else None
     want = row_kernels.norm_rotate(queries, both, norms, positions, config)
     options = {"kv_heads": config.kv_heads, "head_dim": c, "rope": config.rope, "eps": config.qk_norm_eps}
     got = interpreted(qk_rope_gpu, queries, both, positions, *scales, **options)
