@@ -97,14 +97,13 @@ def attention_form(cached_rows: int, reason: str | None) -> str:
 
 def describe() -> list[str]:
     """One line per kernel for the load report."""
-    backend = platform()
+    backend, reason = platform(), no_pallas()
     if backend == "cpu":
         attention, experts = (
             "jnp, cache read in blocks up to the longest slot",
             "jnp, loop over the experts that are touched",
         )
     else:
-        reason = no_pallas()
         attention = "XLA, whole cache masked by length"
         if reason is None:
             least = 1 if chosen_kernels() == "pallas" else PALLAS_FROM_ROWS
@@ -115,4 +114,9 @@ def describe() -> list[str]:
         if reason is None:
             ours = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles (up to {MOST_ROUTED}: routers too)"
             experts = f"{ours}; otherwise {experts}"
-    return [f"tree attention: {attention} ({backend})", f"experts: {experts} ({backend})"]
+    between = ("jnp" if backend == "cpu" else "XLA") if reason else "Pallas for few rows in bfloat16, otherwise XLA"
+    return [
+        f"tree attention: {attention} ({backend})",
+        f"experts: {experts} ({backend})",
+        f"norms and rotation: {between} ({backend})",
+    ]

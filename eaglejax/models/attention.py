@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from eaglejax.kernels.row_kernels import norm_rotate
 from eaglejax.kernels.tree_attention import tree_attention
 from eaglejax.models.config import GQAConfig
 from eaglejax.models.layers import Linear, RMSNorm, param
-from eaglejax.models.rope import rotate
 from eaglejax.models.rows import KVRows, Step, settled
 from eaglejax.models.split import WHOLE, Over, local_attention
 
@@ -53,14 +53,11 @@ class GroupedQueryAttention(nnx.Module):
         """The attention's output and the t own rows (keys after RoPE), which the caller may write to the cache."""
         with jax.named_scope("gqa"):
             config, (batch, rows, _) = self.config, x.shape
-            queries = self.q(x).reshape(batch, rows, config.heads, config.head_dim)
-            both = self.kv(x).reshape(batch, rows, 2, config.kv_heads, config.head_dim)
-            keys, values = both[:, :, 0], both[:, :, 1]
-            if self.q_norm is not None and self.k_norm is not None:
-                queries, keys = self.q_norm(queries), self.k_norm(keys)
-            own = settled(KVRows(rotate(keys, step.positions, config.rope), values))
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+            queries, keys, values = norm_rotate(self.q(x), self.kv(x), norms, step.positions, config)
+            own = settled(KVRows(keys, values))
             mixed = tree_attention(
-                rotate(queries, step.positions, config.rope),
+                queries,
                 joined(earlier, own),
                 cache,
                 step,

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from eaglejax.kernels.row_kernels import add_norm
 from eaglejax.models.attention import GroupedQueryAttention
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig
 from eaglejax.models.layers import MLP, RMSNorm
@@ -57,5 +58,5 @@ class Block(nnx.Module):
         """The residual stream after the block, and the t own rows for the cache."""
         with jax.named_scope("block"):
             mixed, rows = self.attention(self.input_norm(x), step, cache, earlier)
-            x = x + mixed
-            return x + self.mlp(self.post_norm(x)), rows
+            x, normed = add_norm(x, mixed, self.post_norm)
+            return x + self.mlp(normed), rows

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from eaglejax.kernels.row_kernels import add_norm
 from eaglejax.models.block import Block, build_attention
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig
 from eaglejax.models.layers import MLP, Embedding, Linear, RMSNorm, project
@@ -110,8 +111,8 @@ class FirstLayer(nnx.Module):
         normed = hidden if self.hidden_norm is None else self.hidden_norm(hidden)
         stream = normed if self.norm_before_residual else hidden
         mixed, rows = self.attention(jnp.concatenate([embedded, normed], axis=-1), step, cache, earlier)
-        stream = stream + mixed
-        return stream + self.mlp(self.post_norm(stream)), rows
+        stream, normed = add_norm(stream, mixed, self.post_norm)
+        return stream + self.mlp(normed), rows
 
 
 class Draft(nnx.Module):

@@ -98,6 +98,13 @@ def yarn_attention_factor(rope: RopeConfig) -> float:
     return yarn_mscale(rope.factor)
 
 
+def cos_sin(positions: Int[Array, "b t"], rope: RopeConfig) -> tuple[Float[Array, "b t 1 p"], Float[Array, "b t 1 p"]]:
+    """What the pairs of channels of a head are rotated with."""
+    frequencies, factor = inverse_frequencies(rope)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angles) * np.float32(factor), jnp.sin(angles) * np.float32(factor)
+
+
 def rotate(x: Float[Array, "b t n c"], positions: Int[Array, "b t"], rope: RopeConfig) -> Float[Array, "b t n c"]:
     """Rotates the first `rotary_dim` channels of every head by its position; the rest passes through.
 
@@ -105,9 +112,7 @@ def rotate(x: Float[Array, "b t n c"], positions: Int[Array, "b t"], rope: RopeC
     computes once.
     """
     with jax.named_scope("rope"):
-        frequencies, factor = inverse_frequencies(rope)
-        angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-        cos, sin = jnp.cos(angles) * np.float32(factor), jnp.sin(angles) * np.float32(factor)
+        cos, sin = cos_sin(positions, rope)
         wide = x[..., : rope.rotary_dim].astype(jnp.float32)
         if rope.interleaved:
             first, second = wide[..., 0::2], wide[..., 1::2]

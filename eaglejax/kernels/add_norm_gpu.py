@@ -1,0 +1,68 @@
+"""Residual addition and the norm after it for few rows on Hopper GPUs, in one Mosaic kernel: XLA makes two, as a reduction lies between."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+THREADS = 128
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def add_norm_gpu(
+    x: Float[Array, "*lead d"],
+    update: Float[Array, "*lead d"],
+    scale: Float[Array, " d"],
+    *,
+    eps: float,
+    interpret: Any = None,
+) -> tuple[Float[Array, "*lead d"], Float[Array, "*lead d"]]:
+    """x + update, and its root-mean-square norm times scale. For what `row_kernels` lets through.
+
+    Arguments:
+        interpret: how the kernel is interpreted on a CPU, for tests.
+    """
+    d = x.shape[-1]
+    total, normed = _kernel(x.size // d, d, eps, interpret)(x.reshape(-1, d), update.reshape(-1, d), scale)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+@functools.cache
+def _kernel(rows: int, d: int, eps: float, interpret: Any):
+    """A block is one row."""
+    rest = d % THREADS
+    # a rest of less than a channel per thread is reached by a second piece that overlaps the first; what both have is summed once
+    pieces = [pl.ds(0, d - rest)] + ([pl.ds(d - THREADS, THREADS)] if rest else [])
+
+    def add_norm(x, update, scale, total, normed):
+        row = lax.axis_index("row")
+        sums = [(x[row, at].astype(jnp.float32) + update[row, at].astype(jnp.float32)).astype(x.dtype) for at in pieces]
+        wide = [piece.astype(jnp.float32) for piece in sums]
+        squares = [piece * piece for piece in wide]
+        if rest:
+            layout = plgpu.Layout.WG_STRIDED((THREADS,), 1)
+            lane = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
+            squares[1] = jnp.where(lane >= THREADS - rest, squares[1], 0.0)
+        mean = functools.reduce(lambda a, b: a + b, map(jnp.sum, squares)) / d
+        for at, piece, value in zip(pieces, sums, wide, strict=True):
+            total[row, at] = piece
+            unit = (value * lax.rsqrt(lax.broadcast(mean + eps, value.shape))).astype(x.dtype)
+            normed[row, at] = (scale[at].astype(jnp.float32) * unit.astype(jnp.float32)).astype(x.dtype)
+
+    shape = jax.ShapeDtypeStruct((rows, d), jnp.bfloat16)
+    return plgpu.kernel(
+        add_norm,
+        out_type=(shape, shape),
+        grid=(rows,),
+        grid_names=("row",),
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )
