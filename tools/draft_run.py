@@ -24,6 +24,7 @@ from eaglejax.models.config import DenseConfig, DraftConfig
 from eaglejax.training import trainer
 from eaglejax.training.data import Document, batch_of, draft_vocabulary, pack
 from eaglejax.training.export import file_bytes, write_draft
+from eaglejax.training.losses import OBJECTIVES
 from eaglejax.training.shape import draft_shape, usual_boundaries
 from eaglejax.training.ttt import Text
 from eaglejax.training.weights import first_weights, trained_weights
@@ -212,16 +213,16 @@ class Run:
             trainer.start(first, settings), frozen, config, settings, text, batches, texts, rng, seconds
         )
         if args.trial_seconds:
-            trials = {}
-            for name in trainer.OPTIMISERS:
+            trials, what = {}, args.trial_of
+            for name in {"optimiser": trainer.OPTIMISERS, "objective": OBJECTIVES}[what]:
                 self.log(f"trial of {name}")
                 self.features.clear()  # each computes its own
-                trials[name] = go(first, replace(settings, optimiser=name), lambda: args.trial_seconds)
+                trials[name] = go(first, replace(settings, **{what: name}), lambda: args.trial_seconds)
             name = max(trials, key=lambda one: trials[one][0])
             self.log(
                 f"trials: {', '.join(f'{one} {tau:.3f}' for one, (tau, _) in trials.items())}; goes on with {name}"
             )
-            settings, first = replace(settings, optimiser=name), trials[name][1]
+            settings, first = replace(settings, **{what: name}), trials[name][1]
         _, best = go(first, settings, self.seconds)
         self.export(best, config, frozen, settings, texts)
 
