@@ -114,7 +114,7 @@ def tree_attention_gpu(
     blocks, padded = _rows(t * group, block_rows or _most_rows(value_dim))
     tile = tile or _tile(width, value_dim)
     tiles = pl.cdiv(cache.keys.shape[1], tile) + pl.cdiv(step_rows, tile)
-    splits = min(splits or max(BLOCKS // (batch * kv_heads * blocks), 1), tiles)
+    splits = min(splits or _splits(batch * kv_heads * blocks), tiles)
     stages = min(_stages(padded, width, value_dim, latent, tile), tiles)
     cut = Cut(padded, blocks, width, value_dim, latent, tile, stages, splits, window, scale)
 
@@ -129,6 +129,23 @@ def tree_attention_gpu(
         operands += [oldest, _in_blocks(jnp.repeat(step.positions, group, axis=1), cut, axis=1)]
     mixed, weight = _kernel(cut, batch, kv_heads)(*operands)
     return _merge(cut, queries, kv_heads, mixed, weight, sinks)
+
+
+def left_bytes(slots: int, t: int, heads: int, kv_heads: int, width: int, value_width: int, cached: int) -> int | None:
+    """Bytes of what the ranges leave for the merge, t rows a slot over `cached` rows; None for what the kernel does not serve."""
+    count, most = t * heads // kv_heads, _most_rows(value_width)
+    if width % 64 or value_width % 64 or count > MOST_ROWS or most == 0:
+        return None
+    blocks, padded = _rows(count, most)
+    tile = _tile(width, value_width)
+    splits = min(_splits(slots * kv_heads * blocks), pl.cdiv(cached, tile) + pl.cdiv(t, tile))
+    values = pl.cdiv(value_width, 128) * 128
+    return slots * kv_heads * blocks * splits * padded * (values + 1) * jnp.dtype(PART).itemsize
+
+
+def _splits(blocks: int) -> int:
+    """Ranges of keys for so many blocks of query rows, so that all together fill the card."""
+    return max(BLOCKS // blocks, 1)
 
 
 def _most_rows(value_width: int) -> int:

@@ -37,6 +37,9 @@ from eaglejax.sharding.plan_models import PlanModels, read_models
 from eaglejax.sharding.rules import Placement
 
 DEVIATION = 0.02  # of every weight, as models are initialised
+# of embeddings: with smaller ones the layers' results, alike for all rows, soon drown what tells tokens apart, the rows of a tree choose
+# the same experts, and verification looks cheaper than it is
+EMBEDDED = 1.0
 UNIFORM = 73.9  # standard deviation of a random byte
 # standard deviation of what random values of a packed weight stand for, before their scale
 PACKED: Mapping[Kind, float] = {"fp8": 1.0, "int8": UNIFORM, "int4": 4.6, "mxfp4": 2.9}
@@ -144,7 +147,7 @@ def fill_randomly(
         elif name.endswith("scale"):
             make, what = _ones, None
         else:
-            make, what = _noise, DEVIATION
+            make, what = _noise, EMBEDDED if name == EMBEDDING else DEVIATION
         kind = (make, what, shape, dtype, spec)
         if kind not in compiled:
             lies = None if mesh is None else NamedSharding(mesh, spec)

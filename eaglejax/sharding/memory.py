@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
+from eaglejax.kernels.select import attention_form, compiling_for
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.speculation.adapt import DIFFICULTIES
 from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
@@ -133,7 +134,7 @@ def temporary_bytes(sizes: Sizes, rows: Rows, packed_dense: int) -> dict[str, in
 def _relaid(sizes: Sizes) -> int:
     """With several slots and key/value heads a GPU's compiler wants positions next to widths, and keeps the caches in that layout while
     the loop runs: all of them once more, copied at the start and the end of every call."""
-    if sizes.platform == "cpu" or sizes.slots == 1:
+    if sizes.platform == "cpu" or sizes.slots == 1 or _in_kernels(sizes):
         return 0
     draft = sizes.draft.layers if sizes.draft is not None and sizes.spec.num_steps else ()
     several = lambda attention: isinstance(attention, GQAConfig) and attention.kv_heads > 1
@@ -141,15 +142,28 @@ def _relaid(sizes: Sizes) -> int:
     return cache_bytes(layers, sizes.slots, sizes.max_len, sizes.itemsize)
 
 
+def _in_kernels(sizes: Sizes) -> bool:
+    """Whether our kernel reads the caches of this program: it takes them as they lie."""
+    with compiling_for(sizes.platform):
+        # a cache of other sizes than whole units of copying stays with XLA
+        return sizes.itemsize == 2 and sizes.max_len % 8 == 0 and attention_form(sizes.max_len, None) == "pallas"
+
+
 def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes: Sizes) -> int:
     """One layer's: queries, then the greater of scores beside weights, and of weights beside the values with unused rows cleared and the
-    parts of the result that are summed over the cache."""
+    parts of the result that are summed over the cache. In our kernel: queries, result and what its ranges of the cache leave."""
     item, span, heads = sizes.itemsize, sizes.max_len + per_slot, attention.heads
     if isinstance(attention, MLAConfig):
         keys, values, kv_heads = attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank, 1
     else:
         keys = values = attention.head_dim
         kv_heads = attention.kv_heads
+    if _in_kernels(sizes):
+        from eaglejax.kernels.tree_attention_gpu import left_bytes  # Pallas takes a while to import
+
+        left = left_bytes(sizes.slots, per_slot, heads, kv_heads, keys, values, sizes.max_len)
+        if left is not None:
+            return 2 * rows * heads * (keys + values) * item + left
     cleared = sizes.slots * sizes.max_len * kv_heads * values * item
     weights, scores = rows * heads * span * item, rows * heads * span * 4
     parts = splits_of(sizes.slots * kv_heads, per_slot * heads // kv_heads, values) * rows * heads * values * 4
