@@ -58,7 +58,7 @@ def test_a_run_from_a_file_with_flags_over_it(files, tmp_path, capsys):
         (["--mesh=model=16"], 1, "mesh: a mesh of 16 devices, and there are 8"),
         (["--steps=none", "--rate=-1"], 2, "--rate: out of range"),
         (["--config=/no/such.toml"], 1, "/no/such.toml: cannot be read"),
-        (["--vocab=100"], 1, "draft_vocab_size"),
+        (["--vocab=100"], 1, "error: --vocab: must lie within the target's vocabulary; found 100; expected 1..64"),
         (["--data=/no/such.jsonl"], 1, "/no/such.jsonl: cannot be read"),
         (["surplus"], 2, "surplus"),
     ],

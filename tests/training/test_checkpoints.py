@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eaglejax.errors import CheckpointError, ConfigError
-from eaglejax.training.checkpoints import BEST, LAST, Checkpoints, check_same_run
+from eaglejax.errors import CheckpointError
+from eaglejax.training.checkpoints import BEST, LAST, Checkpoints
 
 
 @pytest.fixture
@@ -44,9 +44,3 @@ def test_a_broken_checkpoint_is_refused_with_what_to_do(made, tmp_path):
             file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="step 1 cannot be read .*remove .*the run goes on from the one before"):
         made.state(1, state(0))
-
-
-def test_another_run_is_told_by_its_keys():
-    check_same_run({"rate": 1.0}, {"rate": 1.0}, "here")
-    with pytest.raises(ConfigError, match="found rate 1.0, seed None; expected rate 2.0, seed 3"):
-        check_same_run({"rate": 1.0}, {"rate": 2.0, "seed": 3}, "here")

@@ -48,7 +48,7 @@ def test_a_stopped_run_goes_on(engine, tmp_path, cut):
 def test_answers_of_another_run_are_refused(engine, tmp_path):
     file = tmp_path / "a.jsonl"
     answer(engine, file)
-    with pytest.raises(ConfigError, match="found temperature 0.8; expected temperature 0.0"):
+    with pytest.raises(ConfigError, match="temperature begun with 0.8, now 0.0"):
         answer(engine, file, temperature=0.0)
-    with pytest.raises(ConfigError, match="target 't'"):
+    with pytest.raises(ConfigError, match="target begun with 't', now 'u'"):
         answer(engine, file, facts={"target": "u"})

@@ -38,7 +38,7 @@ def test_text_and_numbers_become_settings(tmp_path):
         ({"mesh": "model=8,tensor=2"}, "--mesh: not a mesh; found 'model=8,tensor=2'"),
         ({"mesh": "data=8"}, "--batch: the rows of a batch do not divide over the data axis of the mesh; found 4 rows"),
         ({"steps": "0"}, "--steps: out of range; found 0; expected 1 or more"),
-        ({"steps": "1.5"}, "--steps: unusable; found '1.5'; expected int"),
+        ({"steps": "1.5"}, "--steps: unusable; found '1.5'; expected a whole number"),
         ({"rate": "nan"}, "--rate: unusable"),
         ({"rate": 0}, "--rate: out of range"),
         ({"rate": True}, "--rate: unusable"),
@@ -83,7 +83,7 @@ def test_the_stored_settings_are_a_run():
 
 def test_what_binds_a_resumed_run():
     binding = made().binding()
-    assert {"rate", "steps", "seed", "batch", "model", "data"} <= binding.keys() and not binding.keys() & set(FREE)
+    assert {"rate", "steps", "seed", "batch", "head"} <= binding.keys() and not binding.keys() & set(FREE)
     assert made(rate=1e-3).binding() != binding and made(keep=5).binding() == binding
     assert TrainConfig("o", ("d.jsonl",)).binding() == binding
     # younger keys bind where they say something new, so that older checkpoints can be gone on with
