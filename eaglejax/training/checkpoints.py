@@ -39,16 +39,18 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps to itself what the event loops of a failed write complain about when they are thrown away: the one error
-    that matters is raised."""
-    log, unraisable = logging.getLogger("asyncio"), sys.unraisablehook
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    """Keeps to itself what a failed write has its threads and event loops complain about, at once and when they are
+    thrown away: the one error that matters is raised."""
+    logs = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    levels, unraisable = [log.level for log in logs], sys.unraisablehook
+    for log in logs:
+        log.setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = lambda *what: None
     try:
         yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
         sys.unraisablehook = unraisable
 
 

@@ -218,12 +218,9 @@ class _Run:
         return state
 
     def diverged(self, what: str, step: int, found: object) -> ConfigError:
-        return ConfigError(
-            what,
-            where=f"step {step}",
-            found=found,
-            fix="train anew in another folder (out) with a lower rate; what was the best so far stays in this one",
-        )
+        fix = "train anew in another folder (out) with a lower rate"
+        fix += f"; the best so far, of step {self.memory.best_step}, stays here" if self.memory.best_step >= 0 else ""
+        return ConfigError(what, where=f"step {step}", found=found, fix=fix)
 
     def refuse_infinite(self, state: trainer.TrainState, step: int) -> None:
         """Weights that no run could go on from are neither evaluated nor kept."""

@@ -50,6 +50,9 @@ def test_text_and_numbers_become_settings(tmp_path):
         ({"tree": "3,1,9"}, "num_draft_tokens"),
         ({"warmup": 1}, "--warmup: out of range"),
         ({"row_length": 3}, "--row_length: out of range; found 3; expected 4 or more"),
+        ({"evaluate_tokens": 1}, "--evaluate_tokens: out of range; found 1; expected 2 or more"),
+        ({"boundaries": ()}, "--boundaries: empty"),
+        ({"boundaries": "a"}, "found 'a'; expected whole numbers such as 2,15,27"),
         ({"data": ()}, "--data: no training text"),
     ],
 )
@@ -57,6 +60,18 @@ def test_impossible_settings_are_refused(values, message):
     with pytest.raises(ConfigError) as error:
         made(**values)
     assert message in str(error.value)
+
+
+def test_whole_numbers_stay_exact():
+    large = 2**53 + 1
+    assert made(seed=str(large)).seed == made(seed=large).seed == large
+    assert made(steps="1e3").steps == 1000
+
+
+def test_a_head_that_is_not_named_is_an_own_one():
+    """But beside an earlier draft, whose head decides: then only a named one can be wrong."""
+    assert made().head is None and made().binding() == made(head="own").binding()
+    assert made(head="target").binding()["head"] == "target"
 
 
 def test_files_are_refused(tmp_path):
