@@ -9,8 +9,8 @@ from typing import Any
 
 from eaglejax.checkpoint.durable import replace_file
 from eaglejax.errors import ConfigError, PromptError
-from eaglejax.training.conversations import HEADER
 from eaglejax.training.identity import check_same_run
+from eaglejax.training.lines import HEADER
 
 
 def resume(file: Path, header: dict[str, Any], prompts: Sequence[Sequence[int]]) -> int:

@@ -8,8 +8,6 @@ A line is one object with one of
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +16,9 @@ from typing import Any
 import numpy as np
 
 from eaglejax.errors import PromptError
-from eaglejax.text.chat import parse_messages
 from eaglejax.text.interface import Tokenizer
 from eaglejax.training.data import Document, loss_places
-
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-HEADER = "eaglejax_answers"  # key of the first line of a file of regenerated answers
-KINDS = ("messages", "conversations", "prompt_ids", "prompt", "turns")
-SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # roles that templates know
+from eaglejax.training.lines import kind_of, messages_of, prompt_text, read_lines
 
 
 @dataclass(frozen=True)
@@ -127,24 +120,24 @@ class Reader:
 
     def document(self, row: dict[str, Any], where: str) -> Document | None:
         """The line's document; None where no answer of it is marked by the template."""
-        kind = _kind(row, where)
+        kind = kind_of(row, where)
         if kind == "prompt_ids":
             prompt, answer = (self._ids(row.get(name), f"{where}: {name}") for name in ("prompt_ids", "token_ids"))
             tokens = np.asarray([*prompt, *answer], np.int32)
             return Document(tokens, len(prompt), bool(answer) and answer[-1] in self.end_ids) if answer else None
         if kind in ("prompt", "turns"):
             return None
-        return self._conversation(_messages(row[kind], f"{where}: {kind}"), where)
+        return self._conversation(messages_of(row[kind], f"{where}: {kind}"), where)
 
     def prompt(self, row: dict[str, Any], where: str) -> list[int]:
         """Token ids up to where the last answer would begin."""
-        kind = _kind(row, where)
+        kind = kind_of(row, where)
         if kind == "prompt_ids":
             return self._ids(row["prompt_ids"], f"{where}: prompt_ids")
         if kind in ("prompt", "turns"):
-            messages = [{"role": "user", "content": _prompt_text(row[kind], kind, f"{where}: {kind}")}]
+            messages = [{"role": "user", "content": prompt_text(row[kind], kind, f"{where}: {kind}")}]
         else:
-            messages = _messages(row[kind], f"{where}: {kind}")
+            messages = messages_of(row[kind], f"{where}: {kind}")
             users = [n for n, message in enumerate(messages) if message["role"] == "user"]
             if not users:
                 raise PromptError(
@@ -159,10 +152,10 @@ class Reader:
 
     def _size(self, row: dict[str, Any], where: str) -> int:
         """Tokens of a line without an answer."""
-        kind = _kind(row, where)
+        kind = kind_of(row, where)
         if kind in ("prompt_ids", "prompt", "turns"):
             return len(self.prompt(row, where))
-        return len(self._render(_messages(row[kind], f"{where}: {kind}"), where, False))
+        return len(self._render(messages_of(row[kind], f"{where}: {kind}"), where, False))
 
     def _conversation(self, messages: list[dict[str, Any]], where: str) -> Document | None:
         whole = self._render(messages, where, False)
@@ -229,127 +222,6 @@ def shortened(document: Document, length: int) -> Document | None:
     begin, end = answers[-1]
     was_closed = end < length or any(answers[-1] == closed for closed in document.earlier)
     return Document(document.tokens[:end], begin, was_closed, tuple(answers[:-1]))
-
-
-def read_lines(files: Sequence[str | Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of every line that is not blank. Raises PromptError for what is no such file."""
-    for file in files:
-        try:
-            raw = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
-        except OSError as error:
-            raise PromptError(
-                "cannot be read", where=file, found=error.strerror, expected="a JSONL file", fix="check its name"
-            ) from None
-        rows = 0
-        for number, line in enumerate(raw.split(b"\n"), 1):
-            if not line.strip():
-                continue
-            row = _object(line, f"{file}, line {number}")
-            if HEADER not in row:
-                rows += 1
-                yield f"{file}, line {number}", row
-        if not rows:
-            raise PromptError(
-                "holds a header and no answer" if raw.strip() else "is empty",
-                where=file,
-                expected="one JSON object a line",
-                fix=f"give lines with one of {', '.join(KINDS)}",
-            )
-
-
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    fix = "correct the line, or take it out"
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        found = f"byte {line[error.start]:#04x} at {error.start}"
-        raise PromptError(
-            "is not UTF-8", where=where, found=found, expected="UTF-8 text", fix="save the file as UTF-8"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise PromptError("is not JSON", where=where, found=str(error), expected="one JSON object", fix=fix) from None
-    if not isinstance(row, dict):
-        found = line.decode()[:80]
-        raise PromptError("is not an object", where=where, found=found, expected='such as {"prompt": "..."}', fix=fix)
-    return row
-
-
-def _kind(row: dict[str, Any], where: str) -> str:
-    kinds = [name for name in KINDS if row.get(name)]
-    if len(kinds) == 1:
-        return kinds[0]
-    there = [name for name in KINDS if name in row]
-    expected, fix = f"one of {', '.join(KINDS)}", "correct the line, or take it out"
-    if not kinds and there:
-        where, what, found = f"{where}: {there[0]}", "is empty", repr(row[there[0]])
-    elif not kinds and "token_ids" in row:
-        what, found, expected = "an answer without its prompt", "token_ids", "prompt_ids beside token_ids"
-        fix = "add prompt_ids, the tokens of the prompt"
-    else:
-        what = "holds more than one kind of text" if kinds else "holds no training text"
-        found = ", ".join(kinds or map(str, row)) or "no key"
-    raise PromptError(what, where=where, found=found, expected=expected, fix=fix)
-
-
-def _prompt_text(value: Any, kind: str, where: str) -> str:
-    """The text of `prompt`, or the first of `turns`."""
-    if kind == "turns" and not (isinstance(value, list) and all(isinstance(turn, str) for turn in value)):
-        raise PromptError(
-            "turns are a list of texts",
-            where=where,
-            found=repr(value)[:80],
-            expected='such as ["..."]',
-            fix="write the turns as a list, or a single text as prompt",
-        )
-    text = value[0] if kind == "turns" else value
-    if not isinstance(text, str):
-        raise PromptError(
-            "a prompt is text",
-            where=where,
-            found=repr(text)[:80],
-            expected="text",
-            fix="for messages there is messages",
-        )
-    if not text.strip():
-        raise PromptError(
-            "is blank", where=where, found=repr(text[:20]), expected="text to answer", fix="take the line out"
-        )
-    _refuse_nul(text, where)
-    return text
-
-
-def _refuse_nul(text: str, where: str) -> None:
-    if "\0" in text:
-        raise PromptError(
-            "holds a NUL character",
-            where=where,
-            found=f"at character {text.index(chr(0))}",
-            expected="plain text",
-            fix="take it out: the file may be damaged, or no text",
-        )
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    fix = "correct the line, or take it out"
-    if isinstance(value, list) and all(isinstance(m, dict) and "from" in m for m in value):
-        value = [{"role": ROLES.get(str(m["from"]), str(m["from"])), "content": m.get("value")} for m in value]
-    try:
-        messages = parse_messages(value, where)
-    except PromptError as error:
-        raise PromptError(
-            error.what, where=error.where, found=error.found, expected=error.expected, fix=error.fix or fix
-        ) from None
-    for n, message in enumerate(messages):
-        if message["role"] not in SPOKEN:
-            raise PromptError(
-                "an unknown role: a template would pass it over, or take it for another",
-                where=f"{where}[{n}]",
-                found=repr(message["role"]),
-                expected=", ".join(SPOKEN) + "; with from also human and gpt",
-                fix="rename the role, or take the line out",
-            )
-        _refuse_nul(message["content"], f"{where}[{n}]")
-    return messages
 
 
 def _common(one: list[int], other: list[int]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from eaglejax.config import Sampling
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.training.answer_file import resume
-from eaglejax.training.conversations import HEADER
+from eaglejax.training.lines import HEADER
 from eaglejax.training.run_folder import writing
 
 

@@ -27,12 +27,21 @@ from eaglejax.training.curves import EVALUATION, PICTURE, TRAINING, Curves
 from eaglejax.training.data import batch_of, batch_rows
 from eaglejax.training.evaluate import Acceptance, Evaluator
 from eaglejax.training.export import write_draft
-from eaglejax.training.identity import check_same_run, digest, target_digest, tokenizer_digest
+from eaglejax.training.identity import check_same_run
 from eaglejax.training.int8 import as_exported
 from eaglejax.training.programs import TargetPass, TrainStep, mesh_line, put_text, whole
 from eaglejax.training.run_folder import ANSWERS, EXPORT, run_facts, run_folder, writing
-from eaglejax.training.run_parts import Material, Progress, Say, gather, read_held_out, refuse_long
-from eaglejax.training.starts import Plan, Start, begin, described, plan_draft, vocabulary_digest
+from eaglejax.training.run_parts import (
+    Material,
+    Progress,
+    Say,
+    early_identity,
+    gather,
+    held_out_digest,
+    read_held_out,
+    refuse_long,
+)
+from eaglejax.training.starts import Start, begin, described, plan_draft, vocabulary_digest
 from eaglejax.training.train_config import TrainConfig
 from eaglejax.training.weights import rebuild
 
@@ -80,12 +89,12 @@ def train(config: TrainConfig, say: Say = lambda line: None, progress: Progress 
     refuse_processes()
     mesh = build_mesh(config.mesh)
     out = Path(config.out)
-    with run_folder(out, (TRAINING, EVALUATION, PICTURE, ANSWERS)):
+    with run_folder(out, (TRAINING, EVALUATION, PICTURE, ANSWERS), (LAST, BEST, EXPORT)):
         pair = load_pair(config.model, None, capture="auto", dtype=config.dtype, mesh=mesh)
         refuse_long(config, pair)
         plan = plan_draft(config, pair)
         aside = read_held_out(config, pair, say)
-        identity = _identity(config, pair, plan, aside)
+        identity = early_identity(config, pair, plan, aside)
         begun = run_facts(out, (LAST, BEST))
         if begun is not None:  # before the answers, which may take hours
             check_same_run(begun[0].get("run", {}), identity, begun[1], identity)
@@ -103,21 +112,6 @@ def train(config: TrainConfig, say: Say = lambda line: None, progress: Progress 
             return run.steps(progress)
         finally:
             run.checkpoints.close()
-
-
-def held_out_digest(prompts: list[list[int]]) -> str:
-    return digest(*(np.asarray(prompt) for prompt in prompts))
-
-
-def _identity(config: TrainConfig, pair: Pair, plan: Plan, aside: list[list[int]] | None) -> dict[str, Any]:
-    """What a checkpoint must share with this run, as far as it is known before there is text."""
-    known = {
-        **config.binding(),
-        "target": target_digest(pair.target, pair.dtype),
-        "tokenizer": tokenizer_digest(pair),
-        **plan.identity(),
-    }
-    return known if aside is None else {**known, "held_out_prompts": held_out_digest(aside[: config.evaluate_prompts])}
 
 
 def refuse_processes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,21 +38,23 @@ def writing(path: Path, again: str = "run the same command") -> Iterator[None]:
 
 
 @contextmanager
-def run_folder(out: Path, files: tuple[str, ...]) -> Iterator[None]:
+def run_folder(out: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> Iterator[None]:
     """Makes and holds the folder of a run; one that it made goes again where nothing was put into it.
 
     Arguments:
-        files: what the run will write on with, where it is there.
+        files, folders: what the run will write, and write into.
 
     Raises CheckpointError where the folder or such a file cannot be written, or another run holds it.
     """
-    if out.exists() and not out.is_dir():
-        raise CheckpointError("is a file", where=out, expected="the folder of a run", fix="name another: out")
+    for folder in (out, *(out / name for name in folders)):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise CheckpointError("is a file", where=folder, expected="a folder", fix="name another folder: out")
     fresh = not out.exists()
     probe = out / f"probe{TEMPORARY}"
     try:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
+            next(out.iterdir(), None)
             try:
                 probe.write_bytes(b"-")
             finally:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from eaglejax.training.data import Document, pack
 from eaglejax.training.identity import digest, target_digest, tokenizer_digest
 from eaglejax.training.regenerate import regenerate
 from eaglejax.training.run_folder import ANSWERS
+from eaglejax.training.starts import Plan
 from eaglejax.training.train_config import TrainConfig
 from eaglejax.training.ttt import Text
 
@@ -166,6 +168,21 @@ def set_aside(corpus: Corpus, most: int) -> tuple[list[Document], list[list[int]
     chosen = {int(i) for i in np.linspace(0, len(documents) - 1, count)}
     prompts = [documents[i].tokens[: documents[i].answers[0][0]].tolist() for i in sorted(chosen)]
     return [d for i, d in enumerate(documents) if i not in chosen], [p for p in prompts if p]
+
+
+def held_out_digest(prompts: list[list[int]]) -> str:
+    return digest(*(np.asarray(prompt) for prompt in prompts))
+
+
+def early_identity(config: TrainConfig, pair: Pair, plan: Plan, aside: list[list[int]] | None) -> dict[str, Any]:
+    """What a checkpoint must share with this run, as far as it is known before there is text."""
+    known = {
+        **config.binding(),
+        "target": target_digest(pair.target, pair.dtype),
+        "tokenizer": tokenizer_digest(pair),
+        **plan.identity(),
+    }
+    return known if aside is None else {**known, "held_out_prompts": held_out_digest(aside[: config.evaluate_prompts])}
 
 
 def refuse_long(config: TrainConfig, pair: Pair) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from eaglejax.errors import PromptError
 from eaglejax.text.tokenizer import load_tokenizer
-from eaglejax.training.conversations import HEADER, Reader
+from eaglejax.training.conversations import Reader
+from eaglejax.training.lines import HEADER
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}_{% endfor %}"

@@ -132,6 +132,14 @@ def test_files_that_cannot_be_written(tmp_path, data, files, monkeypatch, name):
         train(settings(tmp_path / "run", data, files))
 
 
+def test_a_file_where_checkpoints_go(tmp_path, data, files, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    monkeypatch.setattr(run, "load_pair", lambda *given, **named: pytest.fail("loaded"))
+    with pytest.raises(CheckpointError, match="run/checkpoints: is a file; expected a folder"):
+        train(settings(tmp_path / "run", data, files))
+
+
 @pytest.mark.parametrize("name", ["training.csv", "curves.svg"])
 def test_a_disk_that_fills_up(tmp_path, data, files, monkeypatch, name):
     def full(self, *given, **named):
