@@ -265,7 +265,7 @@ def _lend(
             raise CheckpointError(
                 "the draft's file has no embedding",
                 where=where,
-                fix="give the target, or target_embedding [vocabulary, width]",
+                fix="name the target: --model=NAME (in Python: target, or target_embedding [vocabulary, width])",
             )
         shape = values[EMBEDDING].shape
         if shape != (config.vocab_size, config.hidden_size):
@@ -282,7 +282,7 @@ def _lend(
         raise CheckpointError(
             "the draft borrows its head or a norm from the target, which was not given",
             where=where,
-            fix="load it together with its target",
+            fix="name the target: --model=NAME (in Python: target)",
         )
     if TARGET_NORM in plan.borrowed:
         values[TARGET_NORM] = target.norm.scale[...]

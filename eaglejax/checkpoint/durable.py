@@ -50,6 +50,17 @@ def write_json(file: Path, value: Any) -> None:
     sync(file.parent)
 
 
+def replace_file(file: Path, content: bytes) -> None:
+    """Writes or replaces a file; it is never seen half-written."""
+    draft = file.with_name(file.name + TEMPORARY)
+    with open(draft, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(draft, file)
+    sync(file.parent)
+
+
 @contextmanager
 def locked(folder: Path, what: str = "convert") -> Iterator[None]:
     """Holds `folder` for this process, which does `what`; the lock goes with the process, however that ends.

@@ -122,7 +122,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("answer_tokens", "tokens of such an answer at most; default 256"),
     ),
     "train draft": (
-        Flag("start", "draft to go on from; default: a fresh one of this shape:"),
+        Flag("start", "draft, or folder of a run, to go on from; default: a fresh one of this shape:"),
         Flag("head", "own (default), or target: its rows are borrowed, not trained, and not in the draft's file"),
         Flag("mlp", "width of the draft's MLP; default: four times the target's width"),
         Flag("vocab", "draft vocabulary; default 32000, or the target's where that is smaller"),
@@ -153,14 +153,17 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("keep", "checkpoints kept beside the best; default 2"),
         Flag("evaluate_every", "steps between evaluations by the engine; default 200"),
         Flag("evaluate_prompts", "held-out prompts; default 16"),
-        Flag("evaluate_tokens", "tokens of each answer; default 128"),
+        Flag("evaluate_tokens", "tokens of each answer, 2 or more; default 128"),
         Flag("tree", "num_steps,topk,num_draft_tokens of the evaluation; default 7,1,8"),
         Flag("patience", "stop after so many evaluations without a new best; default 0: never"),
         Flag("slots", "prompts answered together; default 8"),
     ),
     "export": (
         Flag("to", "safeailab (also SpecForge, SGLang) or speculators (vLLM); required"),
-        Flag("model", "the draft's target, whose embedding and head are written where the draft borrows them"),
+        Flag(
+            "model",
+            "the draft's target, whose embedding and head are written where the draft borrows them; default: that of the run",
+        ),
         Flag("int8", "projections in int8 with one factor per row (safeailab only)", "switch"),
         Flag("whole", "write a borrowed embedding and head too", "switch"),
         Flag("capture", "how the source numbers layers, where it does not say: input, output or boundaries"),

@@ -9,15 +9,49 @@ before an older one goes, so a kill or a full disk loses no complete checkpoint.
 
 from __future__ import annotations
 
+import gc
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from eaglejax.errors import CheckpointError, ConfigError
+from eaglejax.errors import CheckpointError
 
 LAST, BEST = "checkpoints", "best"
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that can still be written there."""
+    return shutil.disk_usage(folder).free
+
+
+def reason(error: Exception) -> str:
+    """An error in one line, of a long one beginning and end: the cause stands last."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:120]} ... {text[-170:]}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps to itself what a failed write has its threads and event loops complain about, at once and when they are
+    thrown away: the one error that matters is raised."""
+    logs = [logging.getLogger(name) for name in ("asyncio", "absl")]
+    levels, unraisable = [log.level for log in logs], sys.unraisablehook
+    for log in logs:
+        log.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda *what: None
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+        sys.unraisablehook = unraisable
 
 
 class Checkpoints:
@@ -62,15 +96,29 @@ class Checkpoints:
         if step in manager.all_steps():
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
-        try:
-            manager.save(step, args=items, force=True)
-            manager.wait_until_finished()
-        except Exception as error:  # orbax and tensorstore raise what the disk's fault becomes on the way
+        fix = f"free space there and run the same command: it goes on from step {self.latest() or 0}"
+        need, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), free_space(self.folder)
+        if free < need:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written ({' '.join(str(error).split())[:200]})",
+                f"the checkpoint of step {step} cannot be written: the disk is full",
                 where=self.folder / name,
-                fix=f"free space there and run the same command: it goes on from step {self.latest(name) or 0}",
-            ) from error
+                found=f"{free / 1e9:.3f} GB free",
+                expected=f"{need / 1e9:.3f} GB",
+                fix=fix,
+            )
+        failed = None
+        with quiet():
+            try:
+                manager.save(step, args=items, force=True)
+                manager.wait_until_finished()
+            except Exception as error:  # orbax and tensorstore raise what the disk's fault becomes on the way
+                failed = reason(error)
+            if failed is not None:
+                gc.collect()  # with nothing of the error kept: the loops go now, not later with their complaints
+        if failed is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written ({failed})", where=self.folder / name, fix=fix
+            )
 
     def facts(self, step: int, name: str = LAST) -> dict[str, Any]:
         """What a checkpoint says of its run."""
@@ -86,7 +134,7 @@ class Checkpoints:
             return self._managers[name].restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be read ({' '.join(str(error).split())[:200]})",
+                f"the checkpoint of step {step} cannot be read ({reason(error)})",
                 where=self.folder / name,
                 fix=f"remove {self.folder / name / str(step)}: the run goes on from the one before",
             ) from error
@@ -94,19 +142,3 @@ class Checkpoints:
     def close(self) -> None:
         for manager in self._managers.values():
             manager.close()
-
-
-def check_same_run(found: dict[str, Any], expected: dict[str, Any], where: object) -> None:
-    """Refuse to go on from the checkpoint of another run.
-
-    Raises ConfigError naming every key that differs, with both values.
-    """
-    keys = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
-    if keys:
-        raise ConfigError(
-            "belongs to another run",
-            where=where,
-            found=", ".join(f"{key} {found.get(key)!r}" for key in keys),
-            expected=", ".join(f"{key} {expected.get(key)!r}" for key in keys),
-            fix="give the settings it was begun with, or another output folder",
-        )

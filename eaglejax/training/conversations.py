@@ -8,7 +8,6 @@ A line is one object with one of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from eaglejax.errors import EagleJaxError, PromptError
-from eaglejax.text.chat import parse_messages
+from eaglejax.errors import PromptError
 from eaglejax.text.interface import Tokenizer
 from eaglejax.training.data import Document, loss_places
-
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-HEADER = "eaglejax_answers"  # key of the first line of a file of regenerated answers
-KINDS = ("messages", "conversations", "prompt_ids", "prompt", "turns")
+from eaglejax.training.lines import kind_of, messages_of, prompt_text, read_lines
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Corpus:
     """Documents, and what became of the lines.
 
     tokens: of all documents. counted: places with loss. cut: longer than a row, cut there. without_loss: left out,
-    since no place of theirs carries loss.
+    since no place of theirs carries loss. cut_away: of those, how many the cut left no answer.
     """
 
     documents: list[Document]
@@ -40,12 +35,22 @@ class Corpus:
     counted: int
     cut: int
     without_loss: int
+    cut_away: int = 0
 
     def __str__(self) -> str:
         return (
             f"{len(self.documents)} documents of {self.lines} lines, {self.counted} of {self.tokens} tokens carry loss; "
             f"{self.cut} cut to the row length, {self.without_loss} without loss left out"
+            + (f" ({self.cut_away} of them since the cut left no answer)" if self.cut_away else "")
         )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that fit, and how many others were too long."""
+
+    fitting: list[list[int]]
+    too_long: int
 
 
 @dataclass(frozen=True)
@@ -65,18 +70,27 @@ class Reader:
         Raises PromptError naming file and line: an empty file, broken JSON, an id that the target does not have; and
         where no token at all carries loss.
         """
-        documents, lines, tokens, counted, cut, empty = [], 0, 0, 0, 0, 0
+        documents, lines, tokens, counted, cut, empty, away = [], 0, 0, 0, 0, 0, 0
         for where, row in read_lines(files):
             lines += 1
-            document = self.document(row, where)
-            if document is None or len(document.tokens) > row_length:
-                cut += document is not None
-                document = None if document is None else shortened(document, row_length)
-            size = len(self.prompt(row, where)) if document is None else len(document.tokens)
+            whole = document = self.document(row, where)
+            if whole is not None and len(whole.tokens) > row_length:
+                cut += 1
+                document = shortened(whole, row_length)
+            size = self._size(row, where) if document is None else len(document.tokens)
             found = 0 if document is None else int(loss_places(document).sum())
+            away += found == 0 and document is not whole
             tokens, counted, empty = tokens + size, counted + found, empty + (found == 0)
             if document is not None and found:
                 documents.append(document)
+        if not counted and away:
+            raise PromptError(
+                f"0 of {tokens} tokens carry loss: the answers begin where the row ends",
+                where=", ".join(map(str, files)),
+                found=f"{away} of {lines} lines whose answers are cut away at row_length {row_length}",
+                expected="prompts short enough that answers fit behind them",
+                fix="a larger row_length, or shorter prompts",
+            )
         if not counted:
             raise PromptError(
                 f"0 of {tokens} tokens carry loss",
@@ -85,10 +99,10 @@ class Reader:
                 expected="assistant turns, or prompt_ids and token_ids",
                 fix="let the target answer the prompts first (regenerate)",
             )
-        return Corpus(documents, lines, tokens, counted, cut, empty)
+        return Corpus(documents, lines, tokens, counted, cut, empty, away)
 
-    def prompts(self, files: Sequence[str | Path], longest: int) -> list[list[int]]:
-        """The prompt of every line, up to the last user turn; those longer than `longest` tokens are left out.
+    def prompts(self, files: Sequence[str | Path], longest: int) -> Prompts:
+        """The prompt of every line, up to the last user turn; those longer than `longest` tokens are left out, counted.
 
         Raises PromptError as `corpus`, and where none is short enough.
         """
@@ -100,33 +114,48 @@ class Reader:
                 where=", ".join(map(str, files)),
                 found=f"{min(map(len, found))} tokens or more in {len(found)} prompts",
                 expected=f"at most {longest}",
+                fix="a larger row_length, or shorter prompts",
             )
-        return fitting
+        return Prompts(fitting, len(found) - len(fitting))
 
     def document(self, row: dict[str, Any], where: str) -> Document | None:
         """The line's document; None where no answer of it is marked by the template."""
-        kind = _kind(row, where)
+        kind = kind_of(row, where)
         if kind == "prompt_ids":
             prompt, answer = (self._ids(row.get(name), f"{where}: {name}") for name in ("prompt_ids", "token_ids"))
             tokens = np.asarray([*prompt, *answer], np.int32)
             return Document(tokens, len(prompt), bool(answer) and answer[-1] in self.end_ids) if answer else None
         if kind in ("prompt", "turns"):
             return None
-        return self._conversation(_messages(row[kind], f"{where}: {kind}"), where)
+        return self._conversation(messages_of(row[kind], f"{where}: {kind}"), where)
 
     def prompt(self, row: dict[str, Any], where: str) -> list[int]:
         """Token ids up to where the last answer would begin."""
-        kind = _kind(row, where)
+        kind = kind_of(row, where)
         if kind == "prompt_ids":
             return self._ids(row["prompt_ids"], f"{where}: prompt_ids")
         if kind in ("prompt", "turns"):
-            text = row["prompt"] if kind == "prompt" else (row["turns"] or [None])[0]
-            messages = parse_messages([{"role": "user", "content": text}], f"{where}: {kind}")
+            messages = [{"role": "user", "content": prompt_text(row[kind], kind, f"{where}: {kind}")}]
         else:
-            messages = _messages(row[kind], f"{where}: {kind}")
+            messages = messages_of(row[kind], f"{where}: {kind}")
             users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-            messages = messages[: users[-1] + 1] if users else messages
+            if not users:
+                raise PromptError(
+                    "a conversation without a user's turn: there is nothing to answer",
+                    where=f"{where}: {kind}",
+                    found="roles " + ", ".join(message["role"] for message in messages)[:80],
+                    expected="a user's turn",
+                    fix="add one, or take the line out",
+                )
+            messages = messages[: users[-1] + 1]
         return self._render(messages, where, True)
+
+    def _size(self, row: dict[str, Any], where: str) -> int:
+        """Tokens of a line without an answer."""
+        kind = kind_of(row, where)
+        if kind in ("prompt_ids", "prompt", "turns"):
+            return len(self.prompt(row, where))
+        return len(self._render(messages_of(row[kind], f"{where}: {kind}"), where, False))
 
     def _conversation(self, messages: list[dict[str, Any]], where: str) -> Document | None:
         whole = self._render(messages, where, False)
@@ -151,7 +180,11 @@ class Reader:
     def _render(self, messages: list[dict[str, Any]], where: str, ask: bool) -> list[int]:
         if self.tokenizer is None:
             raise PromptError(
-                "the target has no tokenizer", where=where, found="text", expected="prompt_ids and token_ids"
+                "the target has no tokenizer",
+                where=where,
+                found="text",
+                expected="prompt_ids and token_ids",
+                fix="give exact tokens, or put the target's tokenizer.json into its folder",
             )
         try:
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask)
@@ -162,7 +195,13 @@ class Reader:
     def _ids(self, ids: Any, where: str) -> list[int]:
         whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
         if not whole:
-            raise PromptError("token ids are a list of whole numbers", where=where, found=repr(ids)[:80])
+            raise PromptError(
+                "token ids are a list of whole numbers",
+                where=where,
+                found=repr(ids)[:80],
+                expected="such as [1, 2, 3]",
+                fix="correct the line: an answer needs both prompt_ids and token_ids",
+            )
         wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if wrong is not None:
             raise PromptError(
@@ -170,6 +209,7 @@ class Reader:
                 where=where,
                 found=wrong,
                 expected=f"0..{self.vocab_size - 1}",
+                fix="tokenize it with this target's tokenizer, or give text",
             )
         return ids
 
@@ -182,49 +222,6 @@ def shortened(document: Document, length: int) -> Document | None:
     begin, end = answers[-1]
     was_closed = end < length or any(answers[-1] == closed for closed in document.earlier)
     return Document(document.tokens[:end], begin, was_closed, tuple(answers[:-1]))
-
-
-def read_lines(files: Sequence[str | Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of every line that is not blank. Raises PromptError for what is no such file."""
-    for file in files:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptError("cannot be read", where=file, found=str(error)) from None
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if not lines:
-            raise PromptError("is empty", where=file, expected="one JSON object a line")
-        for number, line in lines:
-            where = f"{file}, line {number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise PromptError("is not JSON", where=where, found=str(error)) from None
-            if not isinstance(row, dict):
-                raise PromptError("is not an object", where=where, found=line[:80])
-            if HEADER not in row:
-                yield where, row
-
-
-def _kind(row: dict[str, Any], where: str) -> str:
-    kinds = [name for name in KINDS if row.get(name)]
-    if len(kinds) != 1:
-        raise PromptError(
-            "holds no training text" if not kinds else "holds more than one kind of text",
-            where=where,
-            found=", ".join(kinds or map(str, row)),
-            expected=f"one of {', '.join(KINDS)}",
-        )
-    return kinds[0]
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(value, list) and all(isinstance(m, dict) and "from" in m for m in value):
-        value = [{"role": ROLES.get(str(m["from"]), str(m["from"])), "content": m.get("value")} for m in value]
-    try:
-        return parse_messages(value, where)
-    except EagleJaxError as error:
-        raise PromptError(str(error)) from None
 
 
 def _common(one: list[int], other: list[int]) -> Iterator[int]:

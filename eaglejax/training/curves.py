@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
+
+from eaglejax.checkpoint.durable import replace_file
+from eaglejax.training.run_folder import writing
 
 TRAINING, EVALUATION, PICTURE = "training.csv", "evaluation.csv", "curves.svg"
 WIDTH, HEIGHT, MARGIN = 640, 240, 48
@@ -27,12 +31,15 @@ class Curves:
         """Drop what was written after `step` by a run that was killed; a fresh run begins empty."""
         for name, columns in self._columns.items():
             rows = [row for row in self._rows(name) if float(row[0]) <= step]
-            with open(self._folder / name, "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([columns, *rows])
+            made = io.StringIO(newline="")
+            csv.writer(made).writerows([columns, *rows])
+            with writing(self._folder / name):
+                replace_file(self._folder / name, made.getvalue().encode())  # a kill here must not cost the figures
 
     def add(self, name: str, values: Sequence[float | int]) -> None:
         """One line; whole numbers stay whole, other figures keep every digit."""
-        with open(self._folder / name, "a", newline="", encoding="utf-8") as file:
+        place = self._folder / name
+        with writing(place), open(place, "a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([repr(value) for value in values])
 
     def draw(self) -> None:
@@ -44,7 +51,8 @@ class Curves:
             panels.append(_panel(points, title, number * HEIGHT))
         size = f'width="{WIDTH}" height="{2 * HEIGHT}"'
         text = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-        (self._folder / PICTURE).write_text("\n".join([text, *panels, "</svg>"]) + "\n", encoding="utf-8")
+        with writing(self._folder / PICTURE):
+            (self._folder / PICTURE).write_text("\n".join([text, *panels, "</svg>"]) + "\n", encoding="utf-8")
 
     def _rows(self, name: str) -> list[list[str]]:
         file = self._folder / name

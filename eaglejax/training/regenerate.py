@@ -10,8 +10,9 @@ from typing import Any
 
 from eaglejax.config import Sampling
 from eaglejax.engine import EagleJaxEngine
-from eaglejax.training.checkpoints import check_same_run
-from eaglejax.training.conversations import HEADER
+from eaglejax.training.answer_file import resume
+from eaglejax.training.lines import HEADER
+from eaglejax.training.run_folder import writing
 
 
 def regenerate(
@@ -33,12 +34,15 @@ def regenerate(
     Arguments:
         facts: what else the answers depend on (target, data); a file made with other facts is refused.
 
-    Raises ConfigError where the file holds the answers of another run.
+    Raises ConfigError where the file holds the answers of another run, PromptError where it is damaged.
     """
     header = {HEADER: 1, "temperature": temperature, "new_tokens": new_tokens, "seed": seed, **facts}
-    done = _resume(file, header)
+    header["row_length"] = engine.max_len  # the answers to long prompts are cut there
+    with writing(file):
+        done = resume(file, header, prompts)
+        out = open(file, "ab")
     advance(done)
-    with open(file, "ab") as out:
+    with out:
         for first in range(done, len(prompts), engine.slots):
             part = prompts[first : first + engine.slots]
             budgets = [min(new_tokens, engine.max_len - len(prompt)) for prompt in part]
@@ -47,27 +51,12 @@ def regenerate(
                 for n, budget in enumerate(budgets)
             ]
             answers = engine.generate([list(prompt) for prompt in part], asked)
-            for n, answer in enumerate(answers, first):
-                row = {"n": n, "prompt_ids": answer.prompt_token_ids, "token_ids": answer.token_ids}
-                row |= {"finish_reason": answer.finish_reason, "seed": seed + n}
-                out.write(json.dumps(row).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
+            with writing(file):
+                for n, answer in enumerate(answers, first):
+                    row = {"n": n, "prompt_ids": answer.prompt_token_ids, "token_ids": answer.token_ids}
+                    row |= {"finish_reason": answer.finish_reason, "seed": seed + n}
+                    out.write(json.dumps(row).encode() + b"\n")
+                out.flush()
+                os.fsync(out.fileno())
             advance(len(part))
     return done
-
-
-def _resume(file: Path, header: dict[str, Any]) -> int:
-    """How many answers the file holds; a line that was cut by a kill is taken off. Begins the file where it is new."""
-    raw = file.read_bytes() if file.exists() else b""
-    whole = raw[: raw.rfind(b"\n") + 1]
-    lines = whole.split(b"\n")[:-1]
-    if not lines:
-        file.write_bytes(json.dumps(header).encode() + b"\n")
-        return 0
-    found = json.loads(lines[0])
-    check_same_run(found, header, file)
-    if len(whole) < len(raw):
-        with open(file, "r+b") as out:
-            out.truncate(len(whole))
-    return len(lines) - 1

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from eaglejax.checkpoint.durable import locked, swap_folder
+from eaglejax.checkpoint.durable import swap_folder
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.errors import ConfigError
 from eaglejax.loading import Pair, load_pair
@@ -22,30 +22,28 @@ from eaglejax.models.capture import CaptureReading
 from eaglejax.models.draft import Draft
 from eaglejax.sharding.mesh import DATA, build_mesh
 from eaglejax.training import trainer
-from eaglejax.training.checkpoints import BEST, LAST, Checkpoints, check_same_run
-from eaglejax.training.curves import EVALUATION, TRAINING, Curves
+from eaglejax.training.checkpoints import BEST, LAST, Checkpoints
+from eaglejax.training.curves import EVALUATION, PICTURE, TRAINING, Curves
 from eaglejax.training.data import batch_of, batch_rows
 from eaglejax.training.evaluate import Acceptance, Evaluator
 from eaglejax.training.export import write_draft
+from eaglejax.training.identity import check_same_run
 from eaglejax.training.int8 import as_exported
 from eaglejax.training.programs import TargetPass, TrainStep, mesh_line, put_text, whole
+from eaglejax.training.run_folder import ANSWERS, EXPORT, run_facts, run_folder, writing
 from eaglejax.training.run_parts import (
     Material,
     Progress,
     Say,
-    Start,
-    begin,
-    described,
-    digest,
+    early_identity,
     gather,
+    held_out_digest,
+    read_held_out,
     refuse_long,
-    target_digest,
-    tokenizer_digest,
 )
+from eaglejax.training.starts import Start, begin, described, plan_draft, vocabulary_digest
 from eaglejax.training.train_config import TrainConfig
 from eaglejax.training.weights import rebuild
-
-EXPORT = "draft"
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,25 @@ def train(config: TrainConfig, say: Say = lambda line: None, progress: Progress 
     refuse_processes()
     mesh = build_mesh(config.mesh)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out, "training run"):
+    with run_folder(out, (TRAINING, EVALUATION, PICTURE, ANSWERS), (LAST, BEST, EXPORT)):
         pair = load_pair(config.model, None, capture="auto", dtype=config.dtype, mesh=mesh)
         refuse_long(config, pair)
-        material = gather(config, pair, out, say, progress)
-        run = _Run(config, pair, material, begin(config, pair, material), out, say)
+        plan = plan_draft(config, pair)
+        aside = read_held_out(config, pair, say)
+        identity = early_identity(config, pair, plan, aside)
+        begun = run_facts(out, (LAST, BEST))
+        if begun is not None:  # before the answers, which may take hours
+            check_same_run(begun[0].get("run", {}), identity, begun[1], identity)
+        material = gather(config, pair, aside, out, say, progress)
+        start = begin(config, pair, plan, material.documents, material.text)
+        identity |= {
+            "text": material.digest,
+            "held_out_prompts": held_out_digest(material.held_out),
+            "vocabulary": vocabulary_digest(start.frozen.target_ids),
+        }
+        if begun is not None:  # before anything is compiled
+            check_same_run(begun[0].get("run", {}), identity, begun[1])
+        run = _Run(config, pair, material, start, identity, out, say)
         try:
             return run.steps(progress)
         finally:
@@ -118,9 +129,19 @@ def refuse_processes() -> None:
 class _Run:
     """One run: `steps` takes it to its end."""
 
-    def __init__(self, config: TrainConfig, pair: Pair, material: Material, start: Start, out: Path, say: Say):
+    def __init__(
+        self,
+        config: TrainConfig,
+        pair: Pair,
+        material: Material,
+        start: Start,
+        identity: dict[str, Any],
+        out: Path,
+        say: Say,
+    ):
         self.config, self.pair, self.material, self.start, self.out, self.say = config, pair, material, start, out, say
-        say(described(start, material))
+        self.identity = identity
+        say(described(start, len(material.documents)))
         if pair.mesh is not None:
             say(mesh_line(config.batch, pair.mesh))
         self.settings = trainer.TrainSettings(
@@ -138,14 +159,6 @@ class _Run:
         self.checkpoints = Checkpoints(out, config.keep)
         self.curves = Curves(out, config.unroll, config.tree[0])
         self.memory = _Memory()
-        self.identity = {
-            **config.binding(),
-            "text": material.digest,
-            "held_out_prompts": digest(*(np.asarray(prompt) for prompt in material.held_out)),
-            "target": target_digest(pair),
-            "tokenizer": tokenizer_digest(pair),
-            "draft": repr(start.config),
-        }
         self.evaluator: Evaluator | None = None
         self.features = TargetPass(pair.target, start.config.boundaries, pair.mesh, P(DATA))
         self.program = TrainStep(start.config, self.settings, config.batch, pair.mesh, say)
@@ -164,6 +177,8 @@ class _Run:
                 step += 1
                 advance(1)
                 last = step == config.steps
+                if last or step % config.evaluate_every == 0 or step % config.save_every == 0:
+                    self.refuse_infinite(state, step)
                 if last or step % config.evaluate_every == 0:
                     self.evaluate(state, step)
                     if 0 < config.patience <= self.memory.stale:
@@ -189,16 +204,22 @@ class _Run:
             seen.append(figures)
         mean = lambda pick: np.mean([np.asarray(pick(one), np.float32) for one in seen], axis=0)
         loss, norm = float(mean(lambda f: f.loss)), float(mean(lambda f: f.gradient_norm))
-        if not math.isfinite(loss):
-            raise ConfigError(
-                "the loss is no longer a number",
-                where=f"step {step + 1}",
-                found=loss,
-                fix="lower the rate; the run goes on from its last checkpoint with the settings it was begun with",
-            )
+        for what, figure in (("loss", loss), ("gradient's norm", norm)):
+            if not math.isfinite(figure):
+                raise self.diverged(f"the {what} is no longer a number", step + 1, figure)
         parts = [*mean(lambda f: f.losses).tolist(), *mean(lambda f: f.accuracies).tolist()]
         self.curves.add(TRAINING, [step + 1, epoch, rate, loss, norm, *parts])
         return state
+
+    def diverged(self, what: str, step: int, found: object) -> ConfigError:
+        fix = "train anew in another folder (out) with a lower rate"
+        fix += f"; the best so far, of step {self.memory.best_step}, stays here" if self.memory.best_step >= 0 else ""
+        return ConfigError(what, where=f"step {step}", found=found, fix=fix)
+
+    def refuse_infinite(self, state: trainer.TrainState, step: int) -> None:
+        """Weights that no run could go on from are neither evaluated nor kept."""
+        if not all(bool(jnp.isfinite(value).all()) for value in state.weights.values()):
+            raise self.diverged("the weights are no longer numbers", step, "infinite ones, or NaN")
 
     def draft(self, weights) -> Draft:
         """The module that serves these weights."""
@@ -230,6 +251,11 @@ class _Run:
             self.export(state.weights)
         else:
             self.memory.stale += 1
+        if not found.cycles:
+            self.say(
+                f"step {step}: no acceptance on {found.prompts} held-out prompts: each answer ended with its first token"
+            )
+            return found
         levels = " ".join(f"{share:.3f}" for share in found.conditional)
         self.say(
             f"step {step}: tau {found.tau:.3f} on {found.prompts} held-out prompts, accepted by level {levels}"
@@ -241,7 +267,7 @@ class _Run:
         exact = {path: np.asarray(value) for path, value in weights.items()}
         frozen, config, ids = self.start.frozen, self.start.config, np.asarray(self.start.frozen.target_ids)
         own = np.asarray(frozen.embedding.astype(jnp.float32)) if config.own_embedding else None
-        with swap_folder(self.out / EXPORT) as folder:
+        with writing(self.out / EXPORT), swap_folder(self.out / EXPORT) as folder:
             write_draft(folder, config, exact, ids, int8=self.config.int8, embedding=own)
 
     def tree(self, state: trainer.TrainState) -> dict[str, Any]:
@@ -255,14 +281,18 @@ class _Run:
         """The state of the newest checkpoint and its step, or the fresh one and 0."""
         step = self.checkpoints.latest()
         if step is None:
-            if self.checkpoints.latest(BEST) is not None:
-                check_same_run(
-                    self.checkpoints.facts(self.checkpoints.latest(BEST) or 0, BEST)["run"], self.identity, self.out
-                )
             return state, 0
         facts = self.checkpoints.facts(step)
-        check_same_run(facts["run"], self.identity, self.out / LAST / str(step))
         tree = self.checkpoints.state(step, self.tree(state))
+        # older checkpoints say nothing of the vocabulary but this
+        if not np.array_equal(tree["target_ids"], self.start.frozen.target_ids):
+            raise ConfigError(
+                "belongs to another run: its draft vocabulary holds other ids",
+                where=self.out / LAST / str(step),
+                found=f"ids of digest {vocabulary_digest(tree['target_ids'])}",
+                expected=f"{vocabulary_digest(self.start.frozen.target_ids)}, as the draft to go on from has them",
+                fix="give the draft that it was begun with (start), or another output folder",
+            )
         best = facts["best_tau"]
         self.memory = _Memory(facts["best_step"], -math.inf if best is None else best, facts["stale"])
         self.say(f"goes on from step {step}")

@@ -14,6 +14,15 @@ from eaglejax.errors import ConfigError
 from eaglejax.run_config import read_toml
 from eaglejax.sharding.mesh import DATA, mesh_sizes
 
+PATHS = ("data", "held_out", "model", "start")  # what lies there is told by digests, and may be moved
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "tuple[int, ...]": "whole numbers such as 2,15,27",
+    "tuple[str, ...]": "names such as a.jsonl,b.jsonl",
+}
 # keys that may change between a stop and its resume: they change no weight and no acceptance, another mesh only their rounding
 FREE = ("out", "keep", "save_every", "evaluate_every", "patience", "slots", "mesh")
 # keys younger than some checkpoints: at these values they bind nothing, as when they were not there
@@ -27,7 +36,7 @@ class TrainConfig:
     Data: `model` the target; `data` JSONL files (`conversations.py`); `held_out` a JSONL file of prompts for the
         evaluation, else some of the data's are set aside; `regenerate`: the target answers the prompts first, at
         `temperature`, up to `answer_tokens`.
-    Draft: `start` a draft's folder to go on from; else `head` ("own", or "target": borrowed), `mlp` (default: four
+    Draft: `start` a draft's folder to go on from; else `head` ("own", the default, or "target": borrowed), `mlp` (default: four
         times the width), `vocab` (default: 32,000, or the target's), `boundaries` (default 2, L // 2, L - 3).
     Step: rows of `row_length` tokens, `batch` of them at a time, `accumulate` times, for `steps` optimiser steps; `rate`
         the peak rate, `warmup` the share of steps in which it rises; `unroll`, `decay`, `clip`, `objective`, `optimiser`, `int8`
@@ -46,7 +55,7 @@ class TrainConfig:
     temperature: float = 0.0
     answer_tokens: int = 256
     start: str | None = None
-    head: str = "own"
+    head: str | None = None
     mlp: int | None = None
     vocab: int | None = None
     boundaries: tuple[int, ...] | None = None
@@ -78,8 +87,9 @@ class TrainConfig:
         """Raises ConfigError naming the key."""
         for name in ("answer_tokens", "batch", "accumulate", "steps", "unroll", "save_every", "keep", "slots"):
             self._least(name, 1)
-        for name in ("evaluate_every", "evaluate_prompts", "evaluate_tokens", "mlp", "vocab"):
+        for name in ("evaluate_every", "evaluate_prompts", "mlp", "vocab"):
             self._least(name, 1)
+        self._least("evaluate_tokens", 2)  # the first is the prefill's: a single one says nothing about a draft
         for name in ("seed", "patience", "temperature", "warmup"):
             self._least(name, 0)
         self._least("row_length", 4)
@@ -100,8 +110,10 @@ class TrainConfig:
         choices = {"head": ("own", "target"), "objective": ("entropy", "acceptance"), "dtype": ("bfloat16", "float32")}
         choices["optimiser"] = ("adamw", "muon")
         for name, known in choices.items():
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in (known if name != "head" else (*known, None)):
                 raise ConfigError("unknown", where=name, found=getattr(self, name), expected=" or ".join(known))
+        if self.boundaries is not None and not self.boundaries:
+            raise ConfigError("empty", where="boundaries", expected="whole numbers such as 2,15,27", fix="leave it out")
         if not self.data:
             raise ConfigError("no training text", where="data", expected="one JSONL file or more")
         if len(self.tree) != 3:
@@ -123,7 +135,8 @@ class TrainConfig:
 
     def binding(self) -> dict[str, Any]:
         """The keys that a resumed run must share, as JSON holds them."""
-        values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        values = {name: value for name, value in asdict(self).items() if name not in (*FREE, *PATHS)}
+        values["head"] = self.head or "own"
         values = {name: value for name, value in values.items() if name not in YOUNGER or value != YOUNGER[name]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -151,7 +164,9 @@ def build(values: Mapping[str, Any], label: Callable[[str], str]) -> TrainConfig
         try:
             made[name] = _converted(kinds[name], value)
         except (TypeError, ValueError):
-            raise ConfigError("unusable", where=label(name), found=repr(value), expected=kinds[name]) from None
+            raise ConfigError(
+                "unusable", where=label(name), found=repr(value), expected=WORDS[kinds[name].removesuffix(" | None")]
+            ) from None
     if "out" not in made:
         raise ConfigError("the run needs a folder of its own", where=label("out"))
     try:
@@ -182,6 +197,11 @@ def _converted(kind: str, value: Any) -> Any:
         return tuple(int(part) if "int" in kind else str(part) for part in parts)
     if isinstance(value, bool):
         raise TypeError
+    if kind == "int" and isinstance(value, int | str):
+        try:
+            return int(value)  # a float would round a large seed
+        except ValueError:
+            pass  # 1e3 is a whole number too
     number = float(value)
     if not math.isfinite(number) or (kind == "int" and number != int(number)):
         raise ValueError

@@ -58,7 +58,7 @@ def test_a_run_from_a_file_with_flags_over_it(files, tmp_path, capsys):
         (["--mesh=model=16"], 1, "mesh: a mesh of 16 devices, and there are 8"),
         (["--steps=none", "--rate=-1"], 2, "--rate: out of range"),
         (["--config=/no/such.toml"], 1, "/no/such.toml: cannot be read"),
-        (["--vocab=100"], 1, "draft_vocab_size"),
+        (["--vocab=100"], 1, "error: --vocab: must lie within the target's vocabulary; found 100; expected 1..64"),
         (["--data=/no/such.jsonl"], 1, "/no/such.jsonl: cannot be read"),
         (["surplus"], 2, "surplus"),
     ],
@@ -93,3 +93,33 @@ def test_a_killed_run_goes_on(files, tmp_path):
     assert run(["train", f"--config={files}", f"--out={straight}"]) == 0
     assert (out / "training.csv").read_bytes() == (straight / "training.csv").read_bytes()
     assert not [p.name for p in (out / "checkpoints").iterdir() if not p.name.isdigit()]
+
+
+def test_a_terminated_run_says_how_to_go_on(files, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "eaglejax", "train", f"--config={files}", f"--out={out}", "--save_every=1"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [*command, "--steps=100000"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    until = time.time() + 300
+    while time.time() < until and process.poll() is None and not (out / "checkpoints").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 143 and "stopped: the same command goes on from the last checkpoint" in said
+
+
+def test_no_acceptance_is_null(files, tmp_path, capsys, monkeypatch):
+    """Where every held-out answer ends at once there is no tau; NaN is no JSON."""
+    from eaglejax.training import evaluate
+
+    nothing = evaluate.Acceptance(float("nan"), [float("nan")] * 2, [float("nan")] * 2, 2, 0)
+    monkeypatch.setattr(evaluate, "accepted", lambda *given: nothing)
+    flags = ["train", f"--config={files}", "--steps=1"]
+    assert run([*flags, f"--out={tmp_path}/a", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["best_tau"] is None and "Infinity" not in printed.out
+    assert "no acceptance on 2 held-out prompts" in printed.err
+    assert run([*flags, f"--out={tmp_path}/b"]) == 0
+    assert "no acceptance found at any step of 1 (all steps taken)" in capsys.readouterr().out

@@ -148,6 +148,6 @@ def test_text_needs_a_tokenizer(tmp_path):
 
 def test_prompts_too_long_are_refused(reader, tmp_path):
     file = write(tmp_path, {"turns": ["abcdef"]}, {"prompt": "ab"})
-    assert reader.tokenizer.decode(reader.prompts([file], 5)[0], skip_special_tokens=False) == "Uab_A"
+    assert reader.tokenizer.decode(reader.prompts([file], 5).fitting[0], skip_special_tokens=False) == "Uab_A"
     with pytest.raises(PromptError, match="no prompt is short enough; found 5 tokens or more in 2 prompts"):
         reader.prompts([file], 4)

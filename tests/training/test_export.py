@@ -1,13 +1,14 @@
 """Both layouts load back identically, each with capture ids as its readers count them."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from small_run import target_folder
+from safetensors.numpy import load_file, save_file
+from small_run import settings, target_folder, write_answers
 
 from eaglejax.checkpoint.draft_loader import read_draft
 from eaglejax.checkpoint.target_loader import load_target
@@ -18,6 +19,7 @@ from eaglejax.models.capture import IDS_KEY
 from eaglejax.models.config import GQAConfig, RopeConfig
 from eaglejax.training.convert_draft import convert_draft
 from eaglejax.training.export import check_form, write_draft
+from eaglejax.training.run import train
 from eaglejax.training.shape import draft_shape
 from eaglejax.training.weights import first_weights, trained_weights
 
@@ -151,6 +153,38 @@ def test_export_refuses(target, tmp_path, data, capsys):
     with pytest.raises(CheckpointError, match="embedding"):
         convert_draft(str(tmp_path / "a"), tmp_path / "b", model=None, form="safeailab")
     assert not (tmp_path / "b").exists()
+    assert run(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--to=safeailab"]) == 1
+    assert "no embedding; name the target: --model=NAME" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "b")
+    assert run(["export", str(tmp_path / "a"), place, "--to=safeailab", f"--model={target_folder(data)}"]) == 1
+    assert "file: cannot be written; found " in capsys.readouterr().err
     assert run(["export", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "--to" in capsys.readouterr().err
     assert run(["export", str(tmp_path / "a"), "--to=safeailab"]) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_knows_its_target(tmp_path, data, capsys, dtype):
+    """As README has it: without --model; another target than the run's is refused."""
+    out = tmp_path / "run"
+    files = write_answers(tmp_path, data)
+    train(settings(out, data, files, steps=1, evaluate_every=1, evaluate_prompts=2, evaluate_tokens=4, dtype=dtype))
+    assert run(["export", str(out), str(tmp_path / "a"), "--to=speculators"]) == 0
+    assert run(["export", str(out), str(tmp_path / "b"), "--to=speculators", f"--model={target_folder(data)}"]) == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    capsys.readouterr()
+    another = tmp_path / "another"
+    shutil.copytree(target_folder(data), another)
+    weights = load_file(another / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    save_file(weights, another / "model.safetensors", metadata={"format": "pt"})
+    assert run(["export", str(out), str(tmp_path / "c"), "--to=safeailab", f"--model={another}"]) == 1
+    assert "is not the target that this run was trained for" in capsys.readouterr().err
+    # a target that has moved is asked for
+    facts = next((out / "best").glob("*/facts/metadata"))
+    facts.write_text(facts.read_text().replace(target_folder(data), "/moved/away"))
+    assert run(["export", str(out), str(tmp_path / "d"), "--to=safeailab"]) == 1
+    assert "found /moved/away; name it: --model=NAME" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists() and not (tmp_path / "d").exists()

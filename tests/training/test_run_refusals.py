@@ -23,7 +23,7 @@ def files(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"vocab": 65}, ConfigError, "draft_vocab_size: must lie within the target's vocabulary; found 65"),
+        ({"vocab": 65}, ConfigError, "vocab: must lie within the target's vocabulary; found 65"),
         ({"boundaries": None}, ConfigError, "no usual captures"),
         ({"boundaries": (1, 2, 4)}, ConfigError, "not boundaries of the target"),
         ({"boundaries": (1, 1, 2)}, ConfigError, "not boundaries of the target"),

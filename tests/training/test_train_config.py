@@ -38,7 +38,7 @@ def test_text_and_numbers_become_settings(tmp_path):
         ({"mesh": "model=8,tensor=2"}, "--mesh: not a mesh; found 'model=8,tensor=2'"),
         ({"mesh": "data=8"}, "--batch: the rows of a batch do not divide over the data axis of the mesh; found 4 rows"),
         ({"steps": "0"}, "--steps: out of range; found 0; expected 1 or more"),
-        ({"steps": "1.5"}, "--steps: unusable; found '1.5'; expected int"),
+        ({"steps": "1.5"}, "--steps: unusable; found '1.5'; expected a whole number"),
         ({"rate": "nan"}, "--rate: unusable"),
         ({"rate": 0}, "--rate: out of range"),
         ({"rate": True}, "--rate: unusable"),
@@ -50,6 +50,9 @@ def test_text_and_numbers_become_settings(tmp_path):
         ({"tree": "3,1,9"}, "num_draft_tokens"),
         ({"warmup": 1}, "--warmup: out of range"),
         ({"row_length": 3}, "--row_length: out of range; found 3; expected 4 or more"),
+        ({"evaluate_tokens": 1}, "--evaluate_tokens: out of range; found 1; expected 2 or more"),
+        ({"boundaries": ()}, "--boundaries: empty"),
+        ({"boundaries": "a"}, "found 'a'; expected whole numbers such as 2,15,27"),
         ({"data": ()}, "--data: no training text"),
     ],
 )
@@ -57,6 +60,18 @@ def test_impossible_settings_are_refused(values, message):
     with pytest.raises(ConfigError) as error:
         made(**values)
     assert message in str(error.value)
+
+
+def test_whole_numbers_stay_exact():
+    large = 2**53 + 1
+    assert made(seed=str(large)).seed == made(seed=large).seed == large
+    assert made(steps="1e3").steps == 1000
+
+
+def test_a_head_that_is_not_named_is_an_own_one():
+    """But beside an earlier draft, whose head decides: then only a named one can be wrong."""
+    assert made().head is None and made().binding() == made(head="own").binding()
+    assert made(head="target").binding()["head"] == "target"
 
 
 def test_files_are_refused(tmp_path):
@@ -83,7 +98,7 @@ def test_the_stored_settings_are_a_run():
 
 def test_what_binds_a_resumed_run():
     binding = made().binding()
-    assert {"rate", "steps", "seed", "batch", "model", "data"} <= binding.keys() and not binding.keys() & set(FREE)
+    assert {"rate", "steps", "seed", "batch", "head"} <= binding.keys() and not binding.keys() & set(FREE)
     assert made(rate=1e-3).binding() != binding and made(keep=5).binding() == binding
     assert TrainConfig("o", ("d.jsonl",)).binding() == binding
     # younger keys bind where they say something new, so that older checkpoints can be gone on with

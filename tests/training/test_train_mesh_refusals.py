@@ -6,6 +6,7 @@ from small_run import settings
 
 from eaglejax.errors import ConfigError
 from eaglejax.training import memory, run
+from eaglejax.training.identity import check_same_run
 from eaglejax.training.train_config import FREE
 
 
@@ -57,7 +58,7 @@ def test_a_mesh_may_change_between_stop_and_resume(tmp_path, data):
     none = tmp_path / "none.jsonl"
     one, other = (settings(tmp_path, data, (none, none), mesh=mesh) for mesh in (None, "data=2"))
     assert "mesh" in FREE and one.binding() == other.binding()
-    run.check_same_run({**one.binding(), "mesh": None}, other.binding(), "here")
+    check_same_run({**one.binding(), "mesh": None}, other.binding(), "here")
 
 
 class Device:
