@@ -20,6 +20,7 @@ from eaglejax.checkpoint.weight_plan import Recipe
 from eaglejax.drafting import check_draft_config
 from eaglejax.errors import ConfigError
 from eaglejax.kernels import select
+from eaglejax.kernels.unserved import unserved
 from eaglejax.load_report import LoadReport
 from eaglejax.models.capture import Capture, CaptureReading
 from eaglejax.models.config import TargetConfig
@@ -136,7 +137,7 @@ def load_pair(
         pair.origin = DraftOrigin(draft_source, dict(draft_config or {}), plan, split)
     _report_mesh(pair, placement, parts.notes)
     _report_text(pair)
-    for line in select.describe():
+    for line in (*select.describe(), *unserved(pair.target, 0 if capacity is None else capacity.max_len)):
         report.note("kernels", line)
     return pair
 

@@ -21,6 +21,7 @@ from eaglejax.config import PLAIN
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.errors import ConfigError
 from eaglejax.kernels import select
+from eaglejax.kernels.unserved import unserved
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair
 from eaglejax.models.capture import CaptureReading
@@ -120,7 +121,7 @@ def random_pair(
         report.note("draft", f"{models.draft_name}: RANDOM weights of its shape (seed {seed + 1})")
     for line in (*target.notes, *(draft.notes if draft is not None else ())):
         report.note("mesh", line)
-    for line in select.describe():
+    for line in (*select.describe(), *unserved(pair.target, capacity.max_len)):
         report.note("kernels", line)
     return pair
 

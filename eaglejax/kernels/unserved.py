@@ -1,0 +1,55 @@
+"""What of a model our kernels do not serve, for the load report: those parts run through XLA."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from eaglejax.kernels.experts_gpu_shape import serves
+from eaglejax.kernels.row_kernels import norm_rotate_serves
+from eaglejax.kernels.select import no_pallas
+from eaglejax.models.config import GQAConfig, LayerConfig, MLAConfig, MoEConfig
+from eaglejax.models.packed import PackedWeight
+from eaglejax.models.target import Target
+
+
+def unserved(target: Target, max_len: int) -> list[str]:
+    """One line per part and reason; none where no kernel of ours runs at all, which `select.describe` tells.
+
+    Arguments:
+        max_len: positions of the caches.
+    """
+    if no_pallas() is not None:
+        return []
+    dtype, found = jnp.dtype(target.dtype), {}
+    if dtype != jnp.bfloat16:
+        return [f"no kernel of ours: they compute in bfloat16, not {dtype.name}"]
+    if max_len % 8:
+        found[f"tree attention by XLA: caches of {max_len} rows are not whole eights (max_len)"] = None
+    for layer, block in zip(target.config.layers, target.layers, strict=True):
+        for line in (*_attention(layer), *_experts(layer, target.config.hidden_size, block)):
+            found[line] = None
+    return list(found)
+
+
+def _attention(layer: LayerConfig) -> list[str]:
+    attention, lines = layer.attention, []
+    if isinstance(attention, MLAConfig):
+        widths = (attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank)
+    else:
+        widths = (attention.head_dim,) * 2
+    if any(width % 64 for width in widths):
+        lines.append(f"tree attention by XLA: head sizes {widths[0]} and {widths[1]} are not multiples of 64")
+    if isinstance(attention, GQAConfig) and (reason := norm_rotate_serves(1, attention, [jnp.bfloat16])):
+        lines.append(f"rotation by XLA: {reason}")
+    return lines
+
+
+def _experts(layer: LayerConfig, features: int, block) -> list[str]:
+    mixture = layer.mlp
+    if not isinstance(mixture, MoEConfig):
+        return []
+    if isinstance(block.mlp.experts.gate_up, PackedWeight):
+        return [f"experts by XLA: their weights are packed ({block.mlp.experts.gate_up.packing.kind})"]
+    count, d, width = block.mlp.experts.down.shape
+    reason = serves(1, count, d, width, [jnp.bfloat16], mixture.expert_activation)
+    return [f"experts by XLA: {reason}"] if reason else []
