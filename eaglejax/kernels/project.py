@@ -17,6 +17,7 @@ TILE = 64  # rows of a weight in one tensor core instruction
 MOST_ROWS = 64
 MOST_WEIGHTS = 4
 PARTS = (4, 2, 1)  # blocks of one cluster
+CLUSTERED = 128  # cores that whole clusters of four can fill
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,24 @@ def serves_shapes(rows: int, d: int, outs: Sequence[int], dtypes: Sequence[DType
     return None
 
 
-def cut_of(rows: int, d: int, outs: Sequence[int]) -> Cut:
-    """All but the stages follows from the weights alone: on it depends the order of a sum."""
+def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> Cut:
+    """All but the stages follows from the weights alone: on it depends the order of a sum.
+
+    Arguments:
+        parts: instead of the ones chosen here, to compare them.
+    """
     tiles = tuple(out // TILE for out in outs)
     step = next(step for step in (128, 192, 64) if d % step == 0)
     steps = d // step
-    # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
-    parts = next(parts for parts in PARTS if parts == 1 or (sum(tiles) * parts <= BLOCKS and steps >= 2 * parts))
+    if (
+        parts is None
+    ):  # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
+        parts = next(parts for parts in PARTS if parts == 1 or (sum(tiles) * parts <= CLUSTERED and steps >= 2 * parts))
     columns = padded_rows(rows)
     size = (TILE + columns) * step * 2
-    space = SHARED - TILE * columns * 4 * (parts + 1 if parts > 1 else 1)  # the result, and parts of sums
-    stages = max(2, min(8, (min(space, ENOUGH + size)) // size, steps // parts + 1))
+    rest = TILE * columns * 4 * (parts + 1 if parts > 1 else 1)  # the result, and parts of sums
+    # where clusters do not fill all cores, two blocks may have to share one
+    half = (SHARED // 2 - 1024 - rest) // size
+    fit = half if parts > 1 and half >= 4 else (SHARED - rest) // size
+    stages = max(2, min(8, fit, (ENOUGH + size) // size, steps // parts + 1))
     return Cut(tiles, step, steps, stages, parts)

@@ -22,26 +22,29 @@ from eaglejax.kernels.experts_gpu_shape import padded_rows
 from eaglejax.kernels.project import TILE, Cut, cut_of
 
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+_load: Any = plgpu.load  # typed otherwise in jax 0.10
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-@functools.partial(jax.jit, static_argnames=("accumulate", "interpret"))
+@functools.partial(jax.jit, static_argnames=("accumulate", "parts", "interpret"))
 def project_gpu(
     x: Shaped[Array, "*lead d"],
     *weights: Shaped[Array, "... d"],
     accumulate: DTypeLike | None = None,
+    parts: int | None = None,
     interpret: Any = None,
 ) -> tuple[Shaped[Array, "..."], ...]:
     """`layers.project` of x with each of the weights, for the shapes that `project.serves_shapes` lets through.
 
     Arguments:
         accumulate: the dtype of the results, bfloat16 (by default) or float32.
+        parts: as of `cut_of`.
         interpret: how the kernel is interpreted on a CPU, for tests.
     """
     lead, d = x.shape[:-1], x.shape[-1]
     flat, flats = x.reshape(-1, d), [weight.reshape(-1, d) for weight in weights]
     rows = flat.shape[0]
-    cut = cut_of(rows, d, [weight.shape[0] for weight in flats])
+    cut = cut_of(rows, d, [weight.shape[0] for weight in flats], parts)
     if rows > 8 and rows % 8:  # missing rows are made up by the copies, but only whole tiles of 8 beyond the first
         flat = jnp.pad(flat, ((0, -rows % 8), (0, 0)))
     outs = _kernel(flat.shape[0], cut, jnp.dtype(accumulate or x.dtype), interpret)(flat, *flats)
@@ -59,7 +62,7 @@ def _kernel(rows: int, cut: Cut, dtype: Any, interpret: Any):
     firsts = [sum(cut.tiles[:index]) for index in range(count)]
     split = parts > 1
 
-    def project_rows(*refs, w_ring, x_ring, out, full, sums=None, others=None, landed=None, written=None):
+    def project_rows(*refs, w_ring, x_ring, out, full, **shared: Any):
         x, weights, outs = refs[0], refs[1 : 1 + count], refs[1 + count : 1 + 2 * count]
         block = lax.axis_index("block")
         part = lax.axis_index("part") if split else jnp.int32(0)
@@ -120,7 +123,8 @@ def _kernel(rows: int, cut: Cut, dtype: Any, interpret: Any):
             if not split:
                 leave(value, tile)
                 return
-            store = refs[1 + 2 * count]
+            store, sums, others = refs[1 + 2 * count], shared["sums"], shared["others"]
+            landed, written = shared["landed"], shared["written"]
 
             @pl.when(part > 0)
             def _():
@@ -140,7 +144,7 @@ def _kernel(rows: int, cut: Cut, dtype: Any, interpret: Any):
                 plgpu.barrier_wait(landed)
                 whole = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
                 for other in range(parts - 1):
-                    whole = whole + plgpu.load(
+                    whole = whole + _load(
                         others.at[other].transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
                     )
                 leave(whole, tile)

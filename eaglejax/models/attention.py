@@ -55,7 +55,8 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("gqa"):
             config, (batch, rows, _) = self.config, x.shape
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-            queries, keys, values = norm_rotate(*projections(x, self.q, self.kv), norms, step.positions, config)
+            q, kv = projections(x, self.q, self.kv)
+            queries, keys, values = norm_rotate(q, kv, norms, step.positions, config)
             own = settled(KVRows(keys, values))
             mixed = tree_attention(
                 queries,

@@ -1,5 +1,7 @@
 """The projections kernel for Hopper GPUs without one: interpreted, with a search for races, and lowered at the shapes of real models."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,10 +26,11 @@ def draw(seed, *shape):
 def run(x, *weights, accumulate=None):
     """Interpreted; races fail the test."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import mosaic_gpu
 
     from eaglejax.kernels.project_gpu import project_gpu
 
+    plgpu: Any = mosaic_gpu  # typed otherwise in jax 0.10
     params = plgpu.InterpretGPUParams(detect_races=True)
     outs = project_gpu(jnp.asarray(x), *map(jnp.asarray, weights), accumulate=accumulate, interpret=params)
     assert all(out.dtype == (accumulate or jnp.bfloat16) for out in outs)
@@ -132,7 +135,7 @@ def test_cuts_fit(name):
     cuts = [cut_of(rows, d, outs) for rows in ROWS]
     assert len({(cut.tiles, cut.step, cut.steps, cut.parts) for cut in cuts}) == 1  # the order of a sum
     for rows, cut in zip(ROWS, cuts, strict=True):
-        columns, shared = padded_rows(rows), cut.parts + 1 if cut.parts > 1 else 1
+        columns, shared = padded_rows(rows), (cut.parts + 1 if cut.parts > 1 else 1)
         assert cut.stages * (TILE + columns) * cut.step * 2 + columns * TILE * 4 * shared <= SHARED
         assert cut.steps * cut.step == d and cut.blocks * cut.parts <= BLOCKS and cut.stages >= 3
 
