@@ -76,23 +76,25 @@ def serves_shapes(rows: int, d: int, outs: Sequence[int], dtypes: Sequence[DType
 
 
 def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> Cut:
-    """All but the stages follows from the weights alone: on it depends the order of a sum.
+    """How sums are split, and where, follows from the weights alone: what a row gets may not depend on the rows beside it.
 
     Arguments:
         parts: instead of the ones chosen here, to compare them.
     """
-    tiles = tuple(out // TILE for out in outs)
+    tiles, columns = tuple(out // TILE for out in outs), padded_rows(rows)
     step = next(step for step in (128, 192, 64) if d % step == 0)
-    steps = d // step
     if (
         parts is None
     ):  # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
-        parts = next(parts for parts in PARTS if parts == 1 or (sum(tiles) * parts <= CLUSTERED and steps >= 2 * parts))
-    columns = padded_rows(rows)
+        parts = next(
+            parts for parts in PARTS if parts == 1 or (sum(tiles) * parts <= CLUSTERED and d >= 2 * step * parts)
+        )
+    if parts == 1 and columns <= 16 and d % 256 == 0:
+        step = 256  # fewer rounds, where a core has many of them and room
     size = (TILE + columns) * step * 2
     rest = TILE * columns * 4 * (parts + 1 if parts > 1 else 1)  # the result, and parts of sums
     # where clusters do not fill all cores, two blocks may have to share one
     half = (SHARED // 2 - 1024 - rest) // size
     fit = half if parts > 1 and half >= 4 else (SHARED - rest) // size
-    stages = max(2, min(8, fit, (ENOUGH + size) // size, steps // parts + 1))
-    return Cut(tiles, step, steps, stages, parts)
+    stages = max(2, min(8, fit, (ENOUGH + size) // size, d // step // parts + 1))
+    return Cut(tiles, step, d // step, stages, parts)
