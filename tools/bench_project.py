@@ -2,8 +2,8 @@
 
 Every layer has weights of its own (no cache serves them); all run in one compiled loop, each waiting for the one before. "chain" is q and
 kv, then out, then the next layer's, with nothing in between. In the other cases a tiny addition lies between layers; "between" is what it
-takes alone, and the ratio is of the rest to the floor: the bytes of the weights at --bandwidth. Into that addition XLA fuses the last step of
-its own products, for the one column that is used: "chain" is the comparison that counts. --parts forces a split of the sums.
+takes alone, and the ratio is of the rest to the floor: the bytes of the weights at --bandwidth. Into that addition XLA fuses the last step
+of its own products, for the one column that is used: "chain" is the comparison that counts. --parts forces a split of the sums.
 
 python tools/bench_project.py --rows 1 4 8 16 64
 """

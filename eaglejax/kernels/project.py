@@ -83,12 +83,10 @@ def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> 
     """
     tiles, columns = tuple(out // TILE for out in outs), padded_rows(rows)
     step = next(step for step in (128, 192, 64) if d % step == 0)
-    if (
-        parts is None
-    ):  # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
-        parts = next(
-            parts for parts in PARTS if parts == 1 or (sum(tiles) * parts <= CLUSTERED and d >= 2 * step * parts)
-        )
+    # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
+    fitting = (each for each in PARTS if sum(tiles) * each <= CLUSTERED and d >= 2 * step * each)
+    if parts is None or sum(tiles) > BLOCKS:  # blocks with more than one tile have no use for a split
+        parts = next(fitting, 1)
     if parts == 1 and columns <= 16 and d % 256 == 0:
         step = 256  # fewer rounds, where a core has many of them and room
     size = (TILE + columns) * step * 2
