@@ -91,8 +91,8 @@ def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> 
         step = 256  # fewer rounds, where a core has many of them and room
     size = (TILE + columns) * step * 2
     rest = TILE * columns * 4 * (parts + 1 if parts > 1 else 1)  # the result, and parts of sums
-    # where clusters do not fill all cores, two blocks may have to share one
+    # clusters of four may not find all cores: two blocks may have to share one
     half = (SHARED // 2 - 1024 - rest) // size
-    fit = half if parts > 1 and half >= 4 else (SHARED - rest) // size
+    fit = half if parts > 2 and half >= 4 else (SHARED - rest) // size
     stages = max(2, min(8, fit, (ENOUGH + size) // size, d // step // parts + 1))
     return Cut(tiles, step, d // step, stages, parts)
