@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from eaglejax.kernels.project import projections
 from eaglejax.kernels.row_kernels import norm_rotate
 from eaglejax.kernels.tree_attention import tree_attention
 from eaglejax.models.config import GQAConfig
@@ -54,7 +55,8 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("gqa"):
             config, (batch, rows, _) = self.config, x.shape
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-            queries, keys, values = norm_rotate(self.q(x), self.kv(x), norms, step.positions, config)
+            q, kv = projections(x, self.q, self.kv)
+            queries, keys, values = norm_rotate(q, kv, norms, step.positions, config)
             own = settled(KVRows(keys, values))
             mixed = tree_attention(
                 queries,
