@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 BLOCKS = 132  # cores of an H100 or H200; on a card with fewer the rest wait their turn
 TILE = 64  # rows of a weight in one tensor core instruction
+PART = 128  # columns of a packed weight that are widened together; a step has two such parts
 SHARED = 232448 - 2048  # bytes of shared memory that a block may have, less barriers and alignment
 MOST_ROWS, MOST_EXPERTS = 64, 1024
 ENOUGH = 128 << 10  # bytes on their way to one core that keep the memory busy
@@ -62,6 +63,21 @@ def down_ring(columns: int, d: int, f: int) -> Ring:
     # with more blocks than cores two share one
     space = SHARED if d // TILE * parts <= BLOCKS else SHARED // 2 - 1024
     return Ring(step, _stages((TILE + columns) * step * 2, space - TILE * columns * 4), parts)
+
+
+def packed_ring(columns: int, d: int, f: int | None = None, *, size: int) -> Ring:
+    """For packed tiles of gate and up together; with f, for those of down [d, f].
+
+    Arguments:
+        size: bytes of one row of a step, scales included.
+    """
+    tile, step = TILE if f else 2 * TILE, 2 * PART
+    # two parts that are widened, and the tile that goes out
+    space = SHARED - 2 * tile * PART * 2 - TILE * columns * (4 if f else 2)
+    stages = max(2, min(8, space // (tile * size + columns * step * 2 + 1024)))
+    if f is None:
+        return Ring(step, min(stages, d // step + 1))
+    return Ring(step, stages, min(f // step, max(1, -(-BLOCKS // (d // TILE)))))
 
 
 def _stages(size: int, space: int) -> int:
