@@ -51,6 +51,9 @@ class Packed:
     def buffers(self, stages: int, tile: int) -> dict[str, Any]:
         raise NotImplementedError
 
+    def prepare(self, buffers: dict[str, Any], have) -> None:
+        """What is done once for both parts of a step."""
+
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
         """Writes one part of a step to `wide`."""
         raise NotImplementedError
@@ -64,6 +67,8 @@ class Packed:
 
     def multiply(self, acc, buffers: dict[str, Any], have) -> None:
         for part in (0, 1):
+            if part == 0:
+                self.prepare(buffers, have)
             plgpu.wgmma_wait(1)  # the product that read this part's tile is done
             self.widen(buffers, have, part)
             plgpu.commit_smem()
@@ -84,6 +89,7 @@ class Int4(Packed):
         return {
             "w_ring": plgpu.SMEM((stages, tile, PART), jnp.uint8, transforms=BYTES),
             "s_ring": plgpu.SMEM((stages, tile, PART // GROUP), jnp.bfloat16),
+            "factors": plgpu.SMEM((PART // GROUP, tile), jnp.float32),
         }
 
     def copies(self, tiles: int) -> int:
@@ -104,15 +110,21 @@ class Int4(Packed):
             over = pl.ds(pl.multiple_of(part * self.half + start, 64), PART)
             plgpu.copy_gmem_to_smem(x_at(over), buffers["x_ring"].at[into, part], full)
 
+    def prepare(self, buffers: dict[str, Any], have) -> None:
+        """Turns the scales round: one group of all rows is read at a time, and only what lies together can be."""
+        scale = _load(buffers["s_ring"].at[have], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        buffers["factors"].transpose((1, 0))[...] = plgpu.layout_cast(scale, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
         raw = _load(buffers["w_ring"].at[have], layout=LAYOUT)
+        # 8-bit values have bitwise operations only: no shift
+        value = (raw & 0xF0).astype(jnp.float32) * 0.0625 - 8.0 if part else (raw & 0x0F).astype(jnp.float32) - 8.0
         for group in range(PART // GROUP):
             columns = slice(group * GROUP, (group + 1) * GROUP)
-            byte = raw[:, columns]
-            value = (byte >> 4 if part else byte & 15).astype(jnp.float32) - 8.0
-            scale = _load(buffers["s_ring"].at[have, :, group], layout=OVER_ROWS, optimized=False)
-            value = value * lax.broadcast_in_dim(scale.astype(jnp.float32), value.shape, (0,))
-            buffers["wide"][part, :, columns] = value.astype(jnp.bfloat16)
+            scale = _load(buffers["factors"].at[group], layout=OVER_ROWS, optimized=False)
+            scaled = value[:, columns] * lax.broadcast_in_dim(scale, (scale.shape[0], GROUP), (0,))
+            buffers["wide"][part, :, columns] = scaled.astype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)
