@@ -89,7 +89,7 @@ class Int4(Packed):
         return {
             "w_ring": plgpu.SMEM((stages, tile, PART), jnp.uint8, transforms=BYTES),
             "s_ring": plgpu.SMEM((stages, tile, PART // GROUP), jnp.bfloat16),
-            "factors": plgpu.SMEM((PART // GROUP, tile), jnp.float32),
+            "factors": plgpu.SMEM((PART // GROUP, tile), jnp.bfloat16),
         }
 
     def copies(self, tiles: int) -> int:
@@ -112,19 +112,23 @@ class Int4(Packed):
 
     def prepare(self, buffers: dict[str, Any], have) -> None:
         """Turns the scales round: one group of all rows is read at a time, and only what lies together can be."""
-        scale = _load(buffers["s_ring"].at[have], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        scale = _load(buffers["s_ring"].at[have], layout=plgpu.Layout.WGMMA, optimized=False)
         buffers["factors"].transpose((1, 0))[...] = plgpu.layout_cast(scale, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
         raw = _load(buffers["w_ring"].at[have], layout=LAYOUT)
-        # 8-bit values have bitwise operations only: no shift
-        value = (raw & 0xF0).astype(jnp.float32) * 0.0625 - 8.0 if part else (raw & 0x0F).astype(jnp.float32) - 8.0
+        raw = lax.bitcast_convert_type(raw, jnp.int8)
+        # in bfloat16 throughout: a nibble times a scale is rounded once there too. 8-bit values cannot be shifted
+        if part:
+            value = ((raw ^ -128) & -16).astype(jnp.bfloat16) * 0.0625
+        else:
+            value = (raw & 15).astype(jnp.bfloat16) - 8
         for group in range(PART // GROUP):
             columns = slice(group * GROUP, (group + 1) * GROUP)
             scale = _load(buffers["factors"].at[group], layout=OVER_ROWS, optimized=False)
-            scaled = value[:, columns] * lax.broadcast_in_dim(scale, (scale.shape[0], GROUP), (0,))
-            buffers["wide"][part, :, columns] = scaled.astype(jnp.bfloat16)
+            factors = lax.broadcast_in_dim(scale, (scale.shape[0], GROUP), (0,))
+            buffers["wide"][part, :, columns] = value[:, columns] * factors
 
 
 @dataclass(frozen=True)
