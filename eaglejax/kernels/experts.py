@@ -78,9 +78,7 @@ def kernels_serve(
     return serves(x.shape[0], count, d, f, dtypes, activation) is None
 
 
-def packed_kernels_serve(
-    x: Float[Array, "n d"], gate_up: PackedWeight, down: PackedWeight, activation: str
-) -> bool:
+def packed_kernels_serve(x: Float[Array, "n d"], gate_up: PackedWeight, down: PackedWeight, activation: str) -> bool:
     """Whether the program being traced gives these rows to the Mosaic kernels for packed weights.
 
     Only where Pallas was asked for by name: they have not been measured on a card.

@@ -77,6 +77,7 @@ def experts_of_tables(
     interpret: Any = None,
 ) -> Float[Array, "n d"]:
     """`experts_gpu` of rows whose experts stand in tables; with ids and weights where there is a `down_bias`."""
+    count, d, f = down.shape
     return launch(
         x,
         tables,
@@ -84,7 +85,7 @@ def experts_of_tables(
         (down,),
         gate_up_bias,
         down_bias,
-        shape=(*gate_up.shape[:1], *gate_up.shape[2:]),
+        shape=(count, f, d),
         forms=(PLAIN, PLAIN),
         topk=topk,
         activation=activation,

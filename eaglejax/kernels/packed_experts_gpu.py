@@ -1,4 +1,4 @@
-"""The experts kernels for packed weights: bytes and scales come through the ring, are widened to bfloat16 in shared memory and multiplied there.
+"""The experts kernels for packed weights: bytes and scales come through the ring and are widened to bfloat16 in shared memory.
 
 A step is 256 columns of a weight in two parts of 128 that are widened in turn, so that the tensor cores multiply one
 while the other is being widened. A sum does not mind the order of its columns: the low halves of a step's bytes make
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +33,33 @@ OVER_ROWS = LAYOUT.reduce(1)
 
 @dataclass(frozen=True)
 class Packed:
-    """What both kinds have in common; takes the place of `experts_gpu.Plain`."""
+    """What both kinds have in common; takes the place of `experts_gpu.Plain`.
+
+    Attributes:
+        row_bytes: bytes of one row of one step in the ring.
+        tiled: transforms of what is multiplied.
+    """
+
+    row_bytes: ClassVar[int]
+    tiled: ClassVar[Any]
 
     def ring(self, columns: int, *shape: int) -> Ring:
         return packed_ring(columns, *shape, size=self.row_bytes)
 
-    @property
-    def row_bytes(self) -> int:
-        """Of one row of one step in the ring."""
-        raise NotImplementedError
-
-    @property
-    def tiled(self) -> Any:
-        """Transforms of what is multiplied."""
-        raise NotImplementedError
-
     def buffers(self, stages: int, tile: int) -> dict[str, Any]:
+        """Shared memory for what comes of the weight, and what its widening needs."""
+        raise NotImplementedError
+
+    def copies(self, tiles: int) -> int:
+        """Of one step with so many tiles of TILE rows."""
+        raise NotImplementedError
+
+    def order(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+        """The columns of the rows as `bring` reads them."""
+        return x
+
+    def bring(self, weight: tuple, tiles: list[tuple], row, step, x_at, buffers: dict[str, Any], into, full) -> None:
+        """Starts the copies of one step: TILE rows from `row` of each of `tiles`, and the same columns of x."""
         raise NotImplementedError
 
     def prepare(self, buffers: dict[str, Any], have) -> None:
@@ -69,11 +80,12 @@ class Packed:
         for part in (0, 1):
             if part == 0:
                 self.prepare(buffers, have)
-            plgpu.wgmma_wait(1)  # the product that read this part's tile is done
+            # the product that read this part's tile is done; a warp widens the rows that its own products read
+            plgpu.wgmma_wait(1)
             self.widen(buffers, have, part)
             plgpu.commit_smem()
             plgpu.wgmma(acc, buffers["wide"].at[part], buffers["x_ring"].at[have, part].transpose((1, 0)))
-        # both products of the step before were waited for, and all threads have passed a barrier since they read its bytes
+        # both products of the step before are done, and all threads have passed a barrier since they read its bytes
 
 
 @dataclass(frozen=True)
@@ -149,9 +161,6 @@ class Fp8(Packed):
     def copies(self, tiles: int) -> int:
         return 3 * tiles + 2
 
-    def order(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
-        return x
-
     def bring(self, weight: tuple, tiles: list[tuple], row, step, x_at, buffers: dict[str, Any], into, full) -> None:
         values, scale = weight
         for number, tile in enumerate(tiles):
@@ -193,7 +202,10 @@ def packed_experts_gpu(
     activation: str = "silu",
     interpret: Any = None,
 ) -> Float[Array, "n d"]:
-    """`experts` (the same contract) for what `serves` and `packed_serves` let through; weights have the values of `PackedWeight.take`."""
+    """`experts` (the same contract) for what `serves` and `packed_serves` let through.
+
+    Weights have the values of `PackedWeight.take`, bit for bit.
+    """
     return _experts(
         x,
         ids,

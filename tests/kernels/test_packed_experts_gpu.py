@@ -14,7 +14,7 @@ from eaglejax.models.packed import PackedWeight, Packing
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels are written for jax 0.11's Pallas")
 BF16 = ml_dtypes.bfloat16
 PACKINGS = {"int4": Packing("int4", 1, 32, "bfloat16"), "fp8": Packing("fp8", 128, 128)}
-WIDTH, COUNT = 512, 5
+WIDTHS, COUNT = {"int4": (512, 256), "fp8": (512, 512)}, 5  # d, f
 
 
 def packed(kind, *shape, seed=0):
@@ -30,12 +30,12 @@ def packed(kind, *shape, seed=0):
     return weight
 
 
-def problem(kind, ids, seed=0, count=COUNT, d=WIDTH, f=WIDTH):
+def problem(kind, ids, seed=0):
     """Rows, their experts, weights; gate and up, down. The weights do not depend on the seed."""
-    rng = np.random.default_rng(seed)
+    rng, (d, f) = np.random.default_rng(seed), WIDTHS[kind]
     ids = np.asarray(ids, np.int32)
     x = rng.standard_normal((len(ids), d)).astype(BF16)
-    return x, ids, rng.random(ids.shape).astype(np.float32), packed(kind, count, 2, f, d), packed(kind, count, d, f)
+    return x, ids, rng.random(ids.shape).astype(np.float32), packed(kind, COUNT, 2, f, d), packed(kind, COUNT, d, f)
 
 
 def loop(x, ids, weights, gate_up, down):
@@ -66,7 +66,9 @@ def run(arrays):
     """Interpreted; races fail the test."""
     from eaglejax.kernels.packed_experts_gpu import packed_experts_gpu
 
-    out = packed_experts_gpu(*map(jnp.asarray, arrays[:3]), *arrays[3:], interpret=params())
+    x, ids, weights, gate_up, down = arrays
+    rows = jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights)
+    out = packed_experts_gpu(*rows, gate_up, down, interpret=params())
     assert out.dtype == jnp.bfloat16 and no_races()
     return np.asarray(out).astype(np.float32)
 
