@@ -136,11 +136,13 @@ class Int4(Packed):
             value = ((raw ^ -128) & -16).astype(jnp.bfloat16) * 0.0625
         else:
             value = (raw & 15).astype(jnp.bfloat16) - 8
+        scaled = []
         for group in range(PART // GROUP):
             columns = slice(group * GROUP, (group + 1) * GROUP)
             scale = _load(buffers["factors"].at[group], layout=OVER_ROWS, optimized=False)
             factors = lax.broadcast_in_dim(scale, (scale.shape[0], GROUP), (0,))
-            buffers["wide"][part, :, columns] = value[:, columns] * factors
+            scaled.append(value[:, columns] * factors)
+        buffers["wide"][part] = lax.concatenate(scaled, 1)  # one store: each has barriers before and after it
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,12 @@ class Fp8(Packed):
             plgpu.copy_gmem_to_smem(x_at(over), buffers["x_ring"].at[into, part], full)
 
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
+        scaled = []
         for number in range(buffers["wide"].shape[1] // TILE):
             rows = pl.ds(number * TILE, TILE)
             value = _load(buffers["w_ring"].at[have, part, rows], layout=LAYOUT).astype(jnp.float32)
-            value = value * buffers["s_ring"][have, number, part]
-            buffers["wide"][part, rows, :] = value.astype(jnp.bfloat16)
+            scaled.append((value * buffers["s_ring"][have, number, part]).astype(jnp.bfloat16))
+        buffers["wide"][part] = lax.concatenate(scaled, 0)
 
 
 def packed_form(weight: PackedWeight) -> Packed:
