@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eaglejax.kernels.experts_gpu_shape import route_serves, serves
-from eaglejax.kernels.select import no_pallas, platform
+from eaglejax.kernels.experts_gpu_shape import packed_serves, route_serves, serves
+from eaglejax.kernels.select import chosen_kernels, no_pallas, platform
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
 from eaglejax.models.packed import PackedWeight
@@ -51,6 +51,13 @@ def experts(
             from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
 
             return experts_gpu(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation)
+        if gather is None and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+            if packed_kernels_serve(x, gate_up, down, activation):
+                from eaglejax.kernels.packed_experts_gpu import packed_experts_gpu
+
+                return packed_experts_gpu(
+                    x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation
+                )
         if gather is None:
             gather = gather_pays(ids.size, gate_up.shape[0])
         way = _gathered if gather else _looped
@@ -69,6 +76,20 @@ def kernels_serve(
     dtypes = (x.dtype, gate_up.dtype, down.dtype)
     count, d, f = down.shape
     return serves(x.shape[0], count, d, f, dtypes, activation) is None
+
+
+def packed_kernels_serve(x: Float[Array, "n d"], gate_up: PackedWeight, down: PackedWeight, activation: str) -> bool:
+    """Whether the program being traced gives these rows to the Mosaic kernels for packed weights.
+
+    Only where Pallas was asked for by name: they have not been measured on a card.
+    """
+    if no_pallas() is not None or chosen_kernels() != "pallas" or gate_up.packing != down.packing:
+        return False
+    count, d, f = down.shape
+    if serves(x.shape[0], count, d, f, (x.dtype, gate_up.dtype, down.dtype), activation) is not None:
+        return False
+    packing = down.packing
+    return packed_serves(packing.kind, (packing.grid(f, d), packing.grid(d, f)), packing.scale, d, f) is None
 
 
 def routed_experts(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, Tables, down_ring, gateup_ring, padded_rows
 
@@ -77,15 +77,53 @@ def experts_of_tables(
     interpret: Any = None,
 ) -> Float[Array, "n d"]:
     """`experts_gpu` of rows whose experts stand in tables; with ids and weights where there is a `down_bias`."""
-    n, count = x.shape[0], down.shape[0]
+    count, d, f = down.shape
+    return launch(
+        x,
+        tables,
+        (gate_up,),
+        (down,),
+        gate_up_bias,
+        down_bias,
+        shape=(count, f, d),
+        forms=(PLAIN, PLAIN),
+        topk=topk,
+        activation=activation,
+        interpret=interpret,
+    )
+
+
+def launch(
+    x: Float[Array, "n d"],
+    tables: Tables,
+    gate_up: tuple[Shaped[Array, "..."], ...],
+    down: tuple[Shaped[Array, "..."], ...],
+    gate_up_bias: Float[Array, "e 2 f"] | None,
+    down_bias: Float[Array, "e d"] | None,
+    *,
+    shape: tuple[int, int, int],
+    forms: tuple[Any, Any],
+    topk: int,
+    activation: str,
+    interpret: Any,
+) -> Float[Array, "n d"]:
+    """Both kernels and the sum of the parts, for weights in any form.
+
+    Arguments:
+        gate_up, down: the arrays that each weight lies in.
+        shape: experts, width of one, width of x.
+        forms: how gate and up, and how down are brought and multiplied: `Plain`, or what stands in for it.
+    """
+    (count, f, d), n = shape, x.shape[0]
     columns, slots = padded_rows(n), min(count, n * topk)
     biases = () if gate_up_bias is None else (gate_up_bias,)
     if n > 8 and n % 8:  # missing rows are made up by the copies, but only whole tiles of 8 beyond the first
         x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-    inner, chosen = _gateup(x.shape[0], slots, gate_up.shape, activation, len(biases), interpret)(
-        x, tables.table, tables.words, gate_up, *biases
+    first = _gateup(x.shape[0], slots, (count, 2, f, d), activation, len(biases), interpret, forms[0])
+    inner, chosen = first(forms[0].order(x), tables.table, tables.words, *gate_up, *biases)
+    parts = _down(columns, slots, (count, d, f), interpret, forms[1])(
+        forms[1].order(inner), chosen, tables.words, *down
     )
-    parts = _down(columns, slots, down.shape, interpret)(inner, chosen, tables.words, down)
     # a chain of additions, not a reduction: its order must be the same in every program
     total = parts[0]
     for part in parts[1:]:
@@ -163,26 +201,61 @@ def _act(activation: str, gate, up):
     raise AssertionError(f"expert activation {activation!r} was not checked at config time")
 
 
-def _rings(ring: Ring, tile: int, columns: int, dtype: DTypeLike) -> dict[str, Any]:
-    return {
-        "w_ring": plgpu.SMEM((ring.stages, tile, ring.step), dtype, transforms=TILED),
-        "x_ring": plgpu.SMEM((ring.stages, columns, ring.step), dtype, transforms=TILED),
-    }
+class Plain:
+    """How tiles of a bfloat16 weight come and are multiplied; `packed_experts_gpu` has the like for packed ones."""
+
+    def ring(self, columns: int, *shape: int) -> Ring:
+        """For [f, d] of gate and up or for [d, f] of down, by how many numbers follow."""
+        return gateup_ring(columns, *shape) if len(shape) == 1 else down_ring(columns, *shape)
+
+    def scratch(self, ring: Ring, tile: int, columns: int) -> dict[str, Any]:
+        return {
+            "w_ring": plgpu.SMEM((ring.stages, tile, ring.step), jnp.bfloat16, transforms=TILED),
+            "x_ring": plgpu.SMEM((ring.stages, columns, ring.step), jnp.bfloat16, transforms=TILED),
+        }
+
+    def copies(self, tiles: int) -> int:
+        """Of one step with so many tiles of TILE rows."""
+        return tiles + 1
+
+    def order(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+        """The columns of the rows as `bring` reads them."""
+        return x
+
+    def bring(self, weight: tuple, tiles: list[tuple], row, step, x_at, buffers: dict[str, Any], into, full) -> None:
+        """Starts the copies of one step: TILE rows from `row` of each of `tiles`, and the same columns of x."""
+        width = buffers["w_ring"].shape[-1]
+        over = pl.ds(pl.multiple_of(step * width, 64), width)
+        for number, tile in enumerate(tiles):
+            target = buffers["w_ring"].at[into, pl.ds(number * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(weight[0].at[(*tile, pl.ds(row, TILE), over)], target, full)
+        plgpu.copy_gmem_to_smem(x_at(over), buffers["x_ring"].at[into], full)
+
+    def multiply(self, acc, buffers: dict[str, Any], have) -> None:
+        """Adds one step that has come; afterwards no step before it is in use."""
+        plgpu.wgmma(acc, buffers["w_ring"].at[have], buffers["x_ring"].at[have].transpose((1, 0)))
+        plgpu.wgmma_wait(1)  # the step before this one is done: its buffers are free
+
+
+PLAIN = Plain()
 
 
 @functools.cache
-def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation: str, biases: int, interpret: Any):
+def _gateup(
+    rows: int, slots: int, shape: tuple[int, int, int, int], activation: str, biases: int, interpret: Any, form: Any
+):
     """Weighted inner values [slots, columns, f] of the chosen experts, in their order, and which experts they are [slots].
 
     A task is one chosen expert and TILE rows of its gate and of its up; block b does tasks b, b + BLOCKS and so on.
     """
     count, _, f, d = shape
     columns = padded_rows(rows)
-    ring, tiles = gateup_ring(columns, d), f // TILE
+    ring, tiles = form.ring(columns, d), f // TILE
     steps, stages, dtype = d // ring.step, ring.stages, jnp.bfloat16
 
-    def experts_gateup(*refs, w_ring, x_ring, out, full):
-        x, table, words_ref, weight, *bias, inner, chosen = refs
+    def experts_gateup(*refs, out, full, **buffers):
+        x, table, words_ref, *weight, inner, chosen = refs
+        bias = [weight.pop() for _ in range(biases)]
         block = lax.axis_index("block")
         words = [words_ref[index] for index in range(-(-count // 32))]
         tasks = lax.div(_how_many(words) * tiles - block + (BLOCKS - 1), jnp.int32(BLOCKS))
@@ -197,17 +270,10 @@ def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation:
 
         def issue(expert, row, step, index):
             into = lax.rem(index, jnp.int32(stages))
-            over = pl.ds(pl.multiple_of(step * ring.step, 64), ring.step)
-            for half in (0, 1):
-                plgpu.copy_gmem_to_smem(
-                    weight.at[expert, half, pl.ds(row, TILE), over],
-                    w_ring.at[into, pl.ds(half * TILE, TILE)],
-                    full.at[into],
-                )
             # rows that x has not are filled with zeros; a start known while tracing would be refused
-            plgpu.copy_gmem_to_smem(
-                x.at[pl.ds(pl.multiple_of(block * 0, 8), columns), over], x_ring.at[into], full.at[into]
-            )
+            x_at = lambda over: x.at[pl.ds(pl.multiple_of(block * 0, 8), columns), over]
+            halves = [(expert, 0), (expert, 1)]
+            form.bring(tuple(weight), halves, row, step, x_at, buffers, into, full.at[into])
 
         first = task_at(jnp.int32(0))
         for ahead in range(stages - 1):  # a task has at least as many steps
@@ -226,8 +292,7 @@ def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation:
                     index = number * steps + step
                     have = lax.rem(index, jnp.int32(stages))
                     plgpu.barrier_wait(full.at[have])
-                    plgpu.wgmma(acc, w_ring.at[have], x_ring.at[have].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)  # the step before this one is done: its buffers are free
+                    form.multiply(acc, buffers, have)
 
                     @pl.when(index + (stages - 1) < total)
                     def _():
@@ -276,9 +341,9 @@ def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation:
             jax.ShapeDtypeStruct((slots,), jnp.int32),
         ),
         scratch_types={
-            **_rings(ring, 2 * TILE, columns, dtype),
+            **form.scratch(ring, 2 * TILE, columns),
             "out": plgpu.SMEM((columns, TILE), dtype, transforms=TILED),
-            "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=form.copies(2), num_barriers=stages),
         },
         grid=(BLOCKS,),
         grid_names=("block",),
@@ -288,16 +353,17 @@ def _gateup(rows: int, slots: int, shape: tuple[int, int, int, int], activation:
 
 
 @functools.cache
-def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any):
+def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any, form: Any):
     """Sums over the chosen experts, [parts, columns, d]; each part is over its own range of the width of every expert.
 
     A block is TILE rows of all down weights and one part.
     """
     count, d, f = shape
-    ring = down_ring(columns, d, f)
-    steps, stages, parts, dtype = f // ring.step, ring.stages, ring.parts, jnp.bfloat16
+    ring = form.ring(columns, d, f)
+    steps, stages, parts = f // ring.step, ring.stages, ring.parts
 
-    def experts_down(inner, chosen, words_ref, weight, sums, w_ring, x_ring, out, full):
+    def experts_down(inner, chosen, words_ref, *weight, out, full, **buffers):
+        *weight, sums = weight
         row = pl.multiple_of(lax.axis_index("tile") * TILE, TILE)
         part = lax.axis_index("part")
         begin = lax.div(part * steps, jnp.int32(parts))
@@ -307,9 +373,9 @@ def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any)
         def issue(index):
             into = lax.rem(index, jnp.int32(stages))
             slot = lax.div(index, mine)
-            over = pl.ds(pl.multiple_of((begin + index - slot * mine) * ring.step, 64), ring.step)
-            plgpu.copy_gmem_to_smem(weight.at[chosen[slot], pl.ds(row, TILE), over], w_ring.at[into], full.at[into])
-            plgpu.copy_gmem_to_smem(inner.at[slot, :, over], x_ring.at[into], full.at[into])
+            x_at = lambda over: inner.at[slot, :, over]
+            step = begin + index - slot * mine
+            form.bring(tuple(weight), [(chosen[slot],)], row, step, x_at, buffers, into, full.at[into])
 
         for ahead in range(stages - 1):
 
@@ -321,8 +387,7 @@ def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any)
             def one(index, _):
                 have = lax.rem(index, jnp.int32(stages))
                 plgpu.barrier_wait(full.at[have])
-                plgpu.wgmma(acc, w_ring.at[have], x_ring.at[have].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
+                form.multiply(acc, buffers, have)
 
                 @pl.when(index + (stages - 1) < total)
                 def _():
@@ -341,9 +406,9 @@ def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any)
         experts_down,
         out_type=jax.ShapeDtypeStruct((parts, columns, d), jnp.float32),
         scratch_types={
-            **_rings(ring, TILE, columns, dtype),
+            **form.scratch(ring, TILE, columns),
             "out": plgpu.SMEM((columns, TILE), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=form.copies(1), num_barriers=stages),
         },
         grid=(d // TILE, parts),
         grid_names=("tile", "part"),

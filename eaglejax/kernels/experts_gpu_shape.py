@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 BLOCKS = 132  # cores of an H100 or H200; on a card with fewer the rest wait their turn
 TILE = 64  # rows of a weight in one tensor core instruction
+PART = 128  # columns of a packed weight that are widened together; a step has two such parts
 SHARED = 232448 - 2048  # bytes of shared memory that a block may have, less barriers and alignment
 MOST_ROWS, MOST_EXPERTS = 64, 1024
 ENOUGH = 128 << 10  # bytes on their way to one core that keep the memory busy
@@ -64,6 +65,22 @@ def down_ring(columns: int, d: int, f: int) -> Ring:
     return Ring(step, _stages((TILE + columns) * step * 2, space - TILE * columns * 4), parts)
 
 
+def packed_ring(columns: int, d: int, f: int | None = None, *, size: int) -> Ring:
+    """For packed tiles of gate and up together; with f, for those of down [d, f].
+
+    Arguments:
+        size: bytes of one row of a step, scales included.
+    """
+    tile, step = TILE if f else 2 * TILE, 2 * PART
+    parts = min(f // step, -(-BLOCKS // (d // TILE))) if f else 1
+    # with more blocks than cores two share one, for few rows
+    shared = SHARED // 2 - 1024 if f and columns <= 16 and d // TILE * parts > BLOCKS else SHARED
+    # two parts that are widened, scales turned round, and the tile that goes out
+    space = shared - tile * (2 * PART * 2 + 16) - TILE * columns * (4 if f else 2)
+    stages = max(2, min(8, space // (tile * size + columns * step * 2 + 256)))
+    return Ring(step, stages if f else min(stages, d // step + 1), parts)
+
+
 def _stages(size: int, space: int) -> int:
     return max(2, min(8, (min(space, ENOUGH + size)) // size))
 
@@ -83,7 +100,7 @@ def _down_parts(d: int, f: int) -> tuple[int, int]:
 
 
 def serves(rows: int, count: int, d: int, f: int, dtypes: Sequence[DTypeLike], activation: str = "silu") -> str | None:
-    """Why the kernels cannot take these experts; None where they can. Packed weights they never take: XLA widens those.
+    """Why the kernels cannot take these experts; None where they can. For packed weights see `packed_serves` as well.
 
     Arguments:
         dtypes: of the rows and of the weights.
@@ -98,6 +115,30 @@ def serves(rows: int, count: int, d: int, f: int, dtypes: Sequence[DTypeLike], a
         return f"{f} of {d} is not made of whole tiles of {TILE}"
     if activation not in ("silu", "gpt_oss"):
         return f"they have no activation {activation!r}"
+    return None
+
+
+def packed_serves(kind: str, grids: Sequence[tuple[int, int]], scale: str, d: int, f: int) -> str | None:
+    """Why the kernels for packed weights cannot take these, which `serves` lets through; None where they can.
+
+    Arguments:
+        kind, scale: of `Packing`.
+        grids: weights under a scale as they are kept (`Packing.grid`), of gate and up and of down.
+    """
+    match kind:
+        case "int4":
+            least, asked = 2 * PART, "a bfloat16 scale for 32 weights of a row"
+            fits = scale == "bfloat16" and all(grid == (1, 32) for grid in grids)
+        case "fp8":
+            # copies go from every 16th byte of the scales
+            least, asked = 4 * PART, f"a float32 scale for {PART} columns of whole tiles of {TILE} rows"
+            fits = scale == "float32" and all(c == PART and r % TILE == 0 for r, c in grids)
+        case _:
+            return f"they widen int4 and fp8, not {kind}"
+    if not fits:
+        return f"they want {asked}"
+    if d % least or f % least:
+        return f"{f} of {d} is not made of whole steps of {least}"
     return None
 
 

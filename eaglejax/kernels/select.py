@@ -113,7 +113,8 @@ def describe() -> list[str]:
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"
         if reason is None:
             ours = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles (up to {MOST_ROUTED}: routers too)"
-            experts = f"{ours}; otherwise {experts}"
+            packed = ", packed INT4 and FP8 too (not measured)" if chosen_kernels() == "pallas" else ""
+            experts = f"{ours}{packed}; otherwise {experts}"
     between = ("jnp" if backend == "cpu" else "XLA") if reason else "Pallas for few rows in bfloat16, otherwise XLA"
     return [
         f"tree attention: {attention} ({backend})",
