@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from eaglejax.kernels.experts_gpu_shape import serves
+from eaglejax.kernels.experts_gpu_shape import packed_serves, serves
 from eaglejax.kernels.row_kernels import norm_rotate_serves
-from eaglejax.kernels.select import no_pallas
+from eaglejax.kernels.select import chosen_kernels, no_pallas
 from eaglejax.models.config import GQAConfig, LayerConfig, MLAConfig, MoEConfig
 from eaglejax.models.packed import PackedWeight
 from eaglejax.models.target import Target
@@ -48,8 +48,14 @@ def _experts(layer: LayerConfig, features: int, block) -> list[str]:
     mixture = layer.mlp
     if not isinstance(mixture, MoEConfig):
         return []
-    if isinstance(block.mlp.experts.gate_up, PackedWeight):
-        return [f"experts by XLA: their weights are packed ({block.mlp.experts.gate_up.packing.kind})"]
-    count, d, width = block.mlp.experts.down.shape
+    down = block.mlp.experts.down
+    count, d, width = down.shape
     reason = serves(1, count, d, width, [jnp.bfloat16], mixture.expert_activation)
+    if reason is None and isinstance(down, PackedWeight):
+        packing = down.packing
+        if chosen_kernels() == "pallas":
+            grids = packing.grid(width, d), packing.grid(d, width)
+            reason = packed_serves(packing.kind, grids, packing.scale, d, width)
+        else:
+            reason = f"their weights are packed ({packing.kind})"
     return [f"experts by XLA: {reason}"] if reason else []
