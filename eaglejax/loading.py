@@ -97,6 +97,7 @@ def load_pair(
     Raises CheckpointError or ConfigError; see `EagleJaxEngine.from_pretrained`.
     """
     report = LoadReport()
+    select.chosen_kernels()  # a variable that says nonsense is refused before anything is read
     check_draft_config(draft_config)
     source = resolve(model)
     draft_source = resolve(draft) if draft is not None else None

@@ -29,13 +29,13 @@ def main(flags: FlagValues) -> int:
     # jax from here on
     from dataclasses import replace
 
-    from eaglejax.cli.progress import progress
+    from eaglejax.cli.progress import stage
     from eaglejax.cli.session import Session
     from eaglejax.measure.check import check
 
     # what is looked at in full needs no quick look before
     session = Session(replace(settings, check_wiring=False), report=bool(flags["report"].value))
-    report = check(session.engine, tokens=tokens, progress=progress, **parts)
+    report = check(session.engine, tokens=tokens, progress=stage, **parts)
     if flags["json"].value:
         print(json.dumps(report.to_json()))
     else:

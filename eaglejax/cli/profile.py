@@ -59,7 +59,7 @@ def main(flags: FlagValues) -> int:
     chosen = prompts if prompts is not None else _from_set(flags, settings, engine)
     twice = bool(flags["twice"].value)
     total = 2 * repeats + 1 + (run_count(engine.speculation, repeats) if twice else 0)
-    with progress("runs", total) as advance:
+    with progress("runs", total, silent_until_done=True) as advance:
         profile = engine.profile(
             chosen, settings.sampling, repeats=repeats, trace_dir=folder, twice=twice, done=lambda: advance(1)
         )

@@ -20,3 +20,12 @@ def progress(what: str, total: int, *, silent_until_done: bool = False) -> Itera
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def stage(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """`progress` of one stage of a command that takes minutes and prints its result last: a line where no bar can be drawn."""
+    if not sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr, flush=True)
+    with progress(what, total, silent_until_done=True) as advance:
+        yield advance

@@ -35,7 +35,7 @@ def main(flags: FlagValues) -> int:
         check_set(name)
 
     # jax from here on
-    from eaglejax.cli.progress import progress
+    from eaglejax.cli.progress import stage
     from eaglejax.cli.session import Session
     from eaglejax.measure.tune import mixed_prompts
     from eaglejax.measure.tune_report import tune_report
@@ -54,7 +54,7 @@ def main(flags: FlagValues) -> int:
         temperature=temperature,
         confirm=confirm,
         store=out is None,
-        progress=progress,
+        progress=stage,
     )
     path = Path(out) if out is not None else stored_path(tuning.holds_for)
     if out is not None:

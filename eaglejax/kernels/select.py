@@ -115,6 +115,8 @@ def describe() -> list[str]:
             ours = f"Pallas for up to {MOST_ROWS} rows of bfloat16 in whole tiles (up to {MOST_ROUTED}: routers too)"
             packed = ", packed INT4 and FP8 too (not measured)" if chosen_kernels() == "pallas" else ""
             experts = f"{ours}{packed}; otherwise {experts}"
+    if chosen_kernels() == "pallas" and reason and backend != "gpu":
+        attention = f"{attention}; Pallas was asked for and is not used: {reason}"
     between = ("jnp" if backend == "cpu" else "XLA") if reason else "Pallas for few rows in bfloat16, otherwise XLA"
     return [
         f"tree attention: {attention} ({backend})",

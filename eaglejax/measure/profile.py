@@ -126,7 +126,7 @@ def take_profile(
         repeats: runs of each kind, after a warm one that compiles.
         trace_dir: folder in which that run's trace is kept; None keeps none.
         twice: also time parts of the cycle without a trace, each done twice inside the loop (`profile_twice.py`); done anyway where the
-            trace names less than 95 % of the wall time, or slowed decoding more than 1.3 times.
+            trace names less than 95 % of the wall time, or slowed every one of several runs, by more than 1.3 times in the middle.
         done: called after every run: 2 * repeats + 1 times, and more with `twice`.
 
     Raises ConfigError: before any compile for what a profile does not measure and a folder that cannot be written; after the runs where
@@ -152,7 +152,8 @@ def take_profile(
         if folder is not None:
             shutil.copytree(traced.trace, folder, dirs_exist_ok=True)
     profile = _profile(traced, runs, events, _setting(pair, programs, spec, first.answers, slots), folder)
-    slowed = profile.told_apart and profile.distortion > MOST_DISTORTION
+    # one run of each tells nothing of the noise
+    slowed = repeats > 1 and profile.told_apart and profile.distortion > MOST_DISTORTION
     if not twice and not slowed and profile.named >= LEAST_NAMED:
         return profile
     return replace(profile, twice=time_twice(pair, jobs, spec, max_len, slots, repeats=repeats, done=done))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from eaglejax.measure.profile_phases import group_of
 from eaglejax.measure.profile_result import PhaseTime, Profile
 from eaglejax.measure.timing import Spread
 
 HEAD = f"{'phase':<24}{'ms':>9}{'share':>8}{'running':>9}{'waiting':>9}{'ops':>7}{'MB':>9}{'MFLOP':>9}{'floor ms':>10}{'x floor':>9}"
+
+LEAST_FLOOR = 1e-6  # seconds: beside less than a launch takes, a ratio says nothing
+LEAST_SHARE = 0.05  # of a cycle, of what the sentence below the table names
 
 
 def to_text(profile: Profile) -> str:
@@ -34,6 +37,7 @@ def to_text(profile: Profile) -> str:
         "",
         f"named phases add up to {100 * profile.named:.1f} % of the cycle's wall time; their operations run for "
         f"{100 * profile.busy:.1f} % of it",
+        _in_short(profile),
     ]
     if profile.named_by_kernel:
         lines.append(
@@ -60,6 +64,8 @@ def _rate(spread: Spread) -> str:
 
 def _distortion(profile: Profile) -> str:
     noise = "" if profile.told_apart else " (within the noise: the ranges overlap)"
+    if len(profile.untraced.values) == 1:
+        noise = " (one run of each: how much of it is noise cannot be told)"
     tokens = "the same in every run" if profile.same_tokens else "NOT the same"
     return f"distortion {profile.distortion:.2f}{noise}; tokens {tokens}"
 
@@ -69,10 +75,34 @@ def _row(phase: PhaseTime, wall: float) -> str:
     row = f"{phase.name:<24}{ms(phase.seconds)}{100 * phase.seconds / wall:>7.1f}%{ms(phase.busy)}{ms(phase.waiting)}{phase.ops:>7.0f}"
     if phase.work is None or phase.floor is None:
         return row
-    ratio = phase.seconds / phase.floor.total if phase.floor.total else math.inf
+    ratio = _beside_floor(phase)
+    told = "-" if ratio is None else f"{ratio:.1f}"
     return (
-        row
-        + f"{phase.work.bytes / 1e6:>9.2f}{phase.work.flops / 1e6:>9.1f}{1e3 * phase.floor.total:>10.3f}{ratio:>9.1f}"
+        row + f"{phase.work.bytes / 1e6:>9.2f}{phase.work.flops / 1e6:>9.1f}{1e3 * phase.floor.total:>10.3f}{told:>9}"
+    )
+
+
+def _beside_floor(phase: PhaseTime) -> float | None:
+    """How many times its floor a phase takes; None where the floor is nothing to speak of."""
+    return None if phase.floor is None or phase.floor.total < LEAST_FLOOR else phase.seconds / phase.floor.total
+
+
+def _in_short(profile: Profile) -> str:
+    """What the cycle consists of, in a sentence: groups by share, and what their largest phases are beside their floors."""
+    wall, parts = profile.cycle_seconds, []
+    for group, seconds in sorted(profile.groups.items(), key=lambda pair: -pair[1]):
+        if seconds < LEAST_SHARE * wall:
+            continue
+        largest = sorted((p for p in profile.phases if group_of(p.name) == group), key=lambda p: -p.seconds)[:2]
+        told = [
+            f"{p.name.removeprefix(f'{group}: ')} {100 * p.seconds / wall:.0f} %"
+            + ("" if (ratio := _beside_floor(p)) is None else f", {ratio:.1f} x its floor")
+            for p in largest
+            if p.seconds >= LEAST_SHARE * wall and p.name != group
+        ]
+        parts.append(f"{group} {100 * seconds / wall:.0f} %" + (f" ({'; '.join(told)})" if told else ""))
+    return (
+        f"in short: {', '.join(parts)}. A cycle makes {profile.tau:.2f} tokens: bench tells what plain decoding makes"
     )
 
 

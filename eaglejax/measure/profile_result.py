@@ -104,8 +104,9 @@ class Profile:
 
     @property
     def told_apart(self) -> bool:
-        """Whether every untraced run was faster than every traced one; where not, the distortion is within the machine's noise."""
-        return self.untraced.low > self.traced.high
+        """Whether every untraced run was faster than every traced one, or slower; where not, the distortion is within the machine's
+        noise."""
+        return self.untraced.low > self.traced.high or self.untraced.high < self.traced.low
 
     def seconds(self, name: str) -> float:
         """Seconds per cycle of a phase, or of all of a group: "draft", "verify", "host"."""

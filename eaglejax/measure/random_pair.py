@@ -87,6 +87,7 @@ def random_pair(
 
     Raises ConfigError where weights and caches do not fit the free memory, before anything is allocated.
     """
+    select.chosen_kernels()  # refused before anything is made
     placement = placement or Placement()
     size, packings = axis_size(mesh, MODEL), models.storage.packings if models.storage else {}
     target = local_target(models.target, size, dtype, placement.experts, packings)
