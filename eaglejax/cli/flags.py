@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "check": (
-        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512"),
+        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512, 64 at least"),
         Flag("wiring", "measure every plausible wiring of the draft; default: on", "switch"),
         Flag("lossless", "compare speculative with plain decoding, and audit what differs; default: on", "switch"),
     ),
