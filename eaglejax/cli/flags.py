@@ -264,8 +264,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 
-# as in generate, but for the slots, of which bench takes several
-GROUPS["bench model"] = tuple(flag for flag in GROUPS["model"] if flag.name != "slots")
+# as in generate, but that these two read no tuning, and bench takes several slots
+GROUPS["tune model"] = tuple(flag for flag in GROUPS["model"] if flag.name != "tuning")
+GROUPS["bench model"] = tuple(flag for flag in GROUPS["tune model"] if flag.name != "slots")
 
 
 def define(groups: Sequence[str]) -> absl_flags.FlagValues:

@@ -13,7 +13,7 @@ from eaglejax.cli.settings import read_settings
 from eaglejax.config import real_number, whole_number
 from eaglejax.errors import ConfigError, EagleJaxError
 
-GROUPS = ("tune", "model", "run")
+GROUPS = ("tune", "tune model", "run")
 
 
 def main(flags: FlagValues) -> int:

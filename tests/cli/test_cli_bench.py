@@ -105,6 +105,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape, monkeypatch, capsys):
         (["--max_new_tokens=1"], 2, "--max_new_tokens: the first token comes from the prefill"),
         (["--max_new_tokens=x"], 2, "--max_new_tokens: not a whole number"),
         (["--csv=/nowhere/at/all.csv"], 1, "csv: /nowhere/at/all.csv: cannot be written"),
+        (["--tuning=none"], 2, "Unknown command line flag 'tuning'"),
         (["--coordinator=a:1"], 2, "Unknown command line flag 'coordinator'"),
     ],
 )

@@ -14,6 +14,7 @@ from eaglejax.cli.main import run
         (("--prompts=mt_bank",), 1, "did you mean mt_bench"),
         (("--draft=none",), 1, "nothing to tune without a draft"),
         (("--num_steps=3",), 2, "num_steps"),
+        (("--tuning=none",), 2, "Unknown command line flag 'tuning'"),
         (("--coordinator=localhost:1",), 2, "coordinator"),
     ],
 )
@@ -25,5 +26,6 @@ def test_refusals(capsys, flags, code, said):
 def test_help_names_every_flag(capsys):
     assert run(["tune", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in ("--prompts", "--out", "--max_new_tokens", "--temperature", "--confirm", "--tuning", "--slots"):
+    for flag in ("--prompts", "--out", "--max_new_tokens", "--temperature", "--confirm", "--slots"):
         assert flag in out
+    assert "--tuning" not in out
