@@ -14,8 +14,8 @@ from eaglejax.cli.flags import UsageError, given
 from eaglejax.cli.settings import read_settings
 from eaglejax.cli.values import tree, wrong_usage
 from eaglejax.config import Speculation, real_number, whole_number
-from eaglejax.errors import ConfigError
 from eaglejax.measure.bench_grid import Grid, grid_of_trees, make_grid
+from eaglejax.measure.outputs import check_file
 from eaglejax.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ def _check_inputs(flags: FlagValues, grid: Grid) -> None:
     for name in grid.prompts:
         check_set(name)
     if (table := given(flags, "csv")) is not None:
-        try:
-            Path(table).open("a").close()
-        except OSError as error:
-            raise ConfigError("cannot be written", where=f"csv: {table}", found=error.strerror) from None
+        check_file(Path(table), f"csv: {table}", replaced=False)
     if (folder := given(flags, "plots")) is not None:
         from eaglejax.measure.bench_plots import check_plots
 

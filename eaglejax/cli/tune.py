@@ -12,6 +12,7 @@ from eaglejax.cli.flags import UsageError, given
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import real_number, whole_number
 from eaglejax.errors import ConfigError, EagleJaxError
+from eaglejax.measure.outputs import check_file
 
 GROUPS = ("tune", "tune model", "run")
 
@@ -34,6 +35,10 @@ def main(flags: FlagValues) -> int:
     for name in names:
         check_set(name)
 
+    out = given(flags, "out")
+    if out is not None:
+        check_file(Path(out), f"--out {out}", replaced=True)
+
     # jax from here on
     from eaglejax.cli.progress import progress
     from eaglejax.cli.session import Session
@@ -41,9 +46,6 @@ def main(flags: FlagValues) -> int:
     from eaglejax.measure.tune_report import tune_report
     from eaglejax.measure.tuning import stored_path
 
-    out = given(flags, "out")
-    if out is not None:
-        _writable(Path(out))
     # what was tuned before is no part of tuning again
     session = Session(replace(settings, tuning="none"), report=bool(flags["report"].value))
     engine = session.engine
@@ -61,14 +63,3 @@ def main(flags: FlagValues) -> int:
         tuning.save(path)
     print(json.dumps(tuning.to_json()) if flags["json"].value else tune_report(tuning, path))
     return 0
-
-
-def _writable(path: Path) -> None:
-    """Raises ConfigError where the tuning could not be written, before minutes are spent on it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(
-            "cannot be written", where=f"--out {path}", found=error.strerror, fix="name another file"
-        ) from None

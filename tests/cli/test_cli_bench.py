@@ -117,3 +117,9 @@ def test_refusals(words, code, said, capsys):
 def test_captures_belong_to_drafts_with_weights(shape, capsys):
     assert run(["bench", *shape, "--capture=input"]) == 2
     assert "this model is its config alone" in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_no_file(tmp_path, capsys):
+    assert run(["bench", "--model=/no/such/model", f"--draft={tmp_path}", f"--csv={tmp_path / 'b.csv'}"]) == 1
+    assert "/no/such/model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

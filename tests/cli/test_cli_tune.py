@@ -23,6 +23,21 @@ def test_refusals(capsys, flags, code, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_refused_run_leaves_no_file_and_no_folder(tmp_path, capsys):
+    assert (
+        run(["tune", "--model=/no/such/model", f"--draft={tmp_path}", f"--out={tmp_path / 'a' / 'b' / 'c.json'}"]) == 1
+    )
+    assert "/no/such/model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "kept.json").write_text("kept")
+    assert run(["tune", "--model=/no/such/model", f"--draft={tmp_path}", f"--out={tmp_path / 'kept.json'}"]) == 1
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["kept"]
+    capsys.readouterr()
+    for out in (tmp_path, "/dev/null/a/b.json"):
+        assert run(["tune", f"--out={out}"]) == 1
+        assert f"--out {out}: cannot be written; found " in capsys.readouterr().err
+
+
 def test_help_names_every_flag(capsys):
     assert run(["tune", "--help"]) == 0
     out = capsys.readouterr().out
