@@ -14,6 +14,7 @@ from eaglejax.config import real_number, whole_number
 from eaglejax.errors import ConfigError, EagleJaxError
 from eaglejax.measure.outputs import check_file
 
+LEAST_TOKENS = 16  # as in measure/tune.py, which imports jax
 GROUPS = ("tune", "tune model", "run")
 
 
@@ -21,19 +22,23 @@ def main(flags: FlagValues) -> int:
     """The command; returns its exit code. Raises UsageError and EagleJaxError."""
     settings = read_settings(flags)
     try:
-        tokens = whole_number("max_new_tokens", given(flags, "max_new_tokens") or 64, 1)
+        tokens = whole_number("max_new_tokens", given(flags, "max_new_tokens") or 64, LEAST_TOKENS)
         confirm = whole_number("confirm", given(flags, "confirm") or 3, 1)
         temperature = real_number("temperature", given(flags, "temperature") or 0.8, 0, 1e4)
     except EagleJaxError as error:
         raise UsageError(f"--{error}") from None
+    if tokens >= settings.max_len:
+        raise UsageError(
+            f"--max_new_tokens: no prompt has room beside so many; found {tokens}; expected less than --max_len, {settings.max_len}"
+        )
     if settings.draft is None:
         raise ConfigError("there is nothing to tune without a draft", where="--draft", fix="name a draft")
     names = [name for name in (given(flags, "prompts") or "").split(",") if name]
 
-    from eaglejax.measure.prompt_sets import check_set
+    from eaglejax.measure.prompt_sets import check_prompts
 
     for name in names:
-        check_set(name)
+        check_prompts(name)
 
     out = given(flags, "out")
     if out is not None:

@@ -9,6 +9,8 @@ from eaglejax.cli.main import run
     ("flags", "code", "said"),
     [
         (("--max_new_tokens=none of it",), 2, "--max_new_tokens"),
+        (("--max_new_tokens=15",), 2, "--max_new_tokens: out of range; found 15; expected at least 16"),
+        (("--max_len=32", "--max_new_tokens=32"), 2, "--max_new_tokens: no prompt has room beside so many; found 32"),
         (("--temperature=-1",), 2, "--temperature"),
         (("--confirm=0",), 2, "--confirm"),
         (("--prompts=mt_bank",), 1, "did you mean mt_bench"),
