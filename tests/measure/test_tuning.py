@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from eaglejax import Sampling, Speculation
+from eaglejax import Auto, Sampling, Speculation
 from eaglejax.adaptive import UNTUNED
 from eaglejax.errors import ConfigError
 from eaglejax.measure.cost_curve import CostCurve
@@ -161,6 +162,19 @@ def test_another_number_of_slots_uses_its_acceptance_and_says_so(folders, made, 
     assert engine.speculation == made.auto
     assert "tuned with 1 slot: costs for 3 measured at first use" in str(engine.load_report)
     assert "left out" not in str(engine.load_report)
+
+
+@pytest.mark.slow
+def test_costs_of_another_number_of_slots_are_measured_and_acceptance_is_the_tunings(folders, made, tmp_path):
+    one = replace(made, holds_for=replace(made.holds_for, slots=1))
+    one.save(tmp_path / "one.json")
+    engine = pairs.load(*folders, slots=2, speculation="auto", tuning=str(tmp_path / "one.json"))
+    assert engine._adaptive is not None and isinstance(engine.speculation, Auto)
+    programs = engine._programs_for(engine.speculation)
+    own, other = (engine._adaptive._tables(programs, width, False) for width in (1, 2))
+    assert own.cost.tolist() == pytest.approx([1, *made.costs.trees])
+    assert other.cost.tolist() != own.cost.tolist() and "for 2 slots: a plain step" in str(engine.load_report)
+    assert np.array_equal(own.tokens, other.tokens) and np.array_equal(own.guess, other.guess)
 
 
 def test_other_kernels_and_another_jax_do_not_fit(folders, made, tmp_path, monkeypatch):
