@@ -72,7 +72,11 @@ class Adaptive:
     def describe(self) -> str:
         """Where the tables come from, in words."""
         if self.tuning is not None:
-            return f'"auto": costs and acceptance of the tuning for {self.tuning.holds_for.device}, {self.tuning.holds_for.slots} slots'
+            device, slots = self.tuning.holds_for.device, self.tuning.holds_for.slots
+            counted = "1 slot" if slots == 1 else f"{slots} slots"
+            if slots == self._slots:
+                return f'"auto": costs and acceptance of the tuning for {device}, {counted}'
+            return f'"auto": acceptance of the tuning for {device}; tuned with {counted}: costs for {self._slots} measured at first use'
         if self._asked == "none":
             return '"auto": nothing is measured: costs and acceptance are taken for granted (tuning="none")'
         return (

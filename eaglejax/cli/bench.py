@@ -12,10 +12,10 @@ from absl.flags import FlagValues
 
 from eaglejax.cli.flags import UsageError, given
 from eaglejax.cli.settings import read_settings
-from eaglejax.cli.values import tree, wrong_usage
+from eaglejax.cli.values import tree_numbers, wrong_usage
 from eaglejax.config import Speculation, real_number, whole_number
-from eaglejax.errors import ConfigError
-from eaglejax.measure.bench_grid import Grid, grid_of_trees, make_grid
+from eaglejax.measure.bench_grid import Grid, grid_of_trees, make_grid, possible_trees
+from eaglejax.measure.outputs import check_file
 from eaglejax.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ def main(flags: FlagValues) -> int:
     with progress("bench", runs_of(question), silent_until_done=True) as advance:
         result = run_bench(engine, question, done=lambda cell: advance(1))
     _tell(flags, result)
+    if (grid.trees or grid.skipped) and all(cell.plain is None for cell in result.cells):
+        reasons = "; ".join(f"{one.cell}: {one.reason}" for one in result.skipped)
+        print(f"error: bench: no tree that was asked for could be measured; found {reasons}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -73,21 +77,23 @@ def _check_together(settings: RunConfig, grid: Grid, rates: list[float]) -> None
             "--max_new_tokens: the first token comes from the prefill, so nothing would be decoded; "
             f"found {settings.sampling.max_new_tokens}; expected 2 or more"
         )
+    if settings.sampling.max_new_tokens >= settings.max_len:
+        raise UsageError(
+            "--max_new_tokens: no prompt has room beside so many; "
+            f"found {settings.sampling.max_new_tokens}; expected less than --max_len, {settings.max_len}"
+        )
     if rates and not grid.trees:
         raise UsageError("--simulate_acceptance: acceptance belongs to a tree, and only plain decoding is measured")
 
 
 def _check_inputs(flags: FlagValues, grid: Grid) -> None:
-    """Refuse, before anything is loaded, prompt sets that are not there and outputs that could not be written."""
-    from eaglejax.measure.prompt_sets import check_set
+    """Refuse, before anything is loaded, prompt sets that are not there or hold a broken line, and outputs that could not be written."""
+    from eaglejax.measure.prompt_sets import check_prompts
 
     for name in grid.prompts:
-        check_set(name)
+        check_prompts(name)
     if (table := given(flags, "csv")) is not None:
-        try:
-            Path(table).open("a").close()
-        except OSError as error:
-            raise ConfigError("cannot be written", where=f"csv: {table}", found=error.strerror) from None
+        check_file(Path(table), f"csv: {table}", replaced=False)
     if (folder := given(flags, "plots")) is not None:
         from eaglejax.measure.bench_plots import check_plots
 
@@ -126,7 +132,8 @@ def _grid(flags: FlagValues, settings: RunConfig, *, shape: bool, drafted: bool)
     if trees and asked:
         raise UsageError(f"--tree and --{asked[0]} exclude each other: trees, or a grid of their numbers")
     if trees:
-        grid = wrong_usage(lambda: grid_of_trees([tree(text) for text in trees], **axes))
+        specs, skipped = possible_trees([tree_numbers(text) for text in trees])
+        grid = wrong_usage(lambda: grid_of_trees(specs, skipped=skipped, **axes))
     elif asked or (settings.speculation == "auto" and drafted):
         grid = wrong_usage(
             lambda: make_grid(
@@ -139,6 +146,10 @@ def _grid(flags: FlagValues, settings: RunConfig, *, shape: bool, drafted: bool)
     else:  # the file's own tree, or none
         spec = settings.speculation if isinstance(settings.speculation, Speculation) else None
         grid = wrong_usage(lambda: grid_of_trees([spec] if spec else [], **axes))
+    plain_asked = any(not tree_numbers(text)[0] for text in trees) if trees else "0" in (numbers["num_steps"] or ())
+    if grid.skipped and not grid.trees and not plain_asked:
+        reasons = "; ".join(f"{one.cell}: {one.reason}" for one in grid.skipped)
+        raise UsageError(f"--{'tree' if trees else asked[0]}: no tree that can be; found {reasons}")
     if grid.trees and not drafted:
         raise UsageError("--draft: a tree needs a draft, and none is named; for plain decoding alone: --num_steps=0")
     return grid

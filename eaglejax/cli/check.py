@@ -13,13 +13,13 @@ from eaglejax.config import whole_number
 from eaglejax.errors import ConfigError
 
 GROUPS = ("check", "model", "speculation", "result", "run")
-TOKENS = 512
+TOKENS, LEAST_TOKENS = 512, 64  # as in measure/check.py, which imports jax
 
 
 def main(flags: FlagValues) -> int:
     settings = read_settings(flags)
     try:
-        tokens = whole_number("tokens", given(flags, "tokens") or TOKENS, 8, 10**6)
+        tokens = whole_number("tokens", given(flags, "tokens") or TOKENS, LEAST_TOKENS, 10**6)
     except ConfigError as error:
         raise UsageError(f"--{error}") from None
     parts = {name: flags[name].value is not False for name in ("wiring", "lossless")}

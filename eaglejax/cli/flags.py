@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "check": (
-        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512"),
+        Flag("tokens", "tokens that the target writes, in all, to judge the draft by; default 512, 64 at least"),
         Flag("wiring", "measure every plausible wiring of the draft; default: on", "switch"),
         Flag("lossless", "compare speculative with plain decoding, and audit what differs; default: on", "switch"),
     ),
@@ -264,8 +264,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 
-# as in generate, but for the slots, of which bench takes several
-GROUPS["bench model"] = tuple(flag for flag in GROUPS["model"] if flag.name != "slots")
+# as in generate, but that these two read no tuning, and bench takes several slots
+GROUPS["tune model"] = tuple(flag for flag in GROUPS["model"] if flag.name != "tuning")
+GROUPS["bench model"] = tuple(flag for flag in GROUPS["tune model"] if flag.name != "slots")
 
 
 def define(groups: Sequence[str]) -> absl_flags.FlagValues:

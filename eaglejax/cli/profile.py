@@ -16,6 +16,8 @@ from eaglejax.cli.prompts import KINDS, read_flags, require_tokenizer, text_flag
 from eaglejax.cli.settings import read_settings
 from eaglejax.config import whole_number
 from eaglejax.errors import ConfigError
+from eaglejax.measure.outputs import check_folder
+from eaglejax.measure.profile_request import check_wave
 from eaglejax.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -43,16 +45,15 @@ def main(flags: FlagValues) -> int:
             fix="leave out --coordinator, --num_processes and --process_id; --mesh spreads over this process's own devices",
         )
     folder, picture = given(flags, "trace_dir"), given(flags, "picture")
+    if folder is not None:
+        check_folder(Path(folder).expanduser(), f"trace_dir {folder}")
     _check_input(settings, prompts, given(flags, "prompts") or "mt_bench")
 
     # jax from here on
     from eaglejax.cli.session import Session
-    from eaglejax.measure.profile import usable_folder
     from eaglejax.measure.profile_picture import check_picture
     from eaglejax.measure.profile_twice import run_count
 
-    if folder is not None:
-        usable_folder(folder)
     if picture is not None:
         check_picture(Path(picture))
     engine = Session(settings, report=bool(flags["report"].value)).engine
@@ -88,13 +89,14 @@ def _given_prompts(flags: FlagValues) -> list[Any] | None:
 
 def _check_input(settings: RunConfig, prompts: list[Any] | None, name: str) -> None:
     """What can be refused without a model."""
+    check_wave([settings.sampling] * (1 if prompts is None else len(prompts)), settings.slots)
     if prompts is not None:
         if (needs_text := text_flag(prompts, settings.sampling.stop)) is not None:
             require_tokenizer(settings.model, needs_text)
         return
-    from eaglejax.measure.prompt_sets import RANDOM, check_set
+    from eaglejax.measure.prompt_sets import RANDOM, check_prompts
 
-    check_set(name)
+    check_prompts(name)
     if name != RANDOM and not Path(name).is_file():
         require_tokenizer(settings.model, "--prompts")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from absl.flags import FlagValues
@@ -11,6 +14,8 @@ from absl.flags import FlagValues
 from eaglejax.cli.flags import GROUPS, UsageError, given
 from eaglejax.errors import ConfigError
 from eaglejax.run_config import KEYS, RunConfig, Tables, read_tables
+
+log = logging.getLogger("eaglejax")
 
 # flag -> section and key of the TOML file; flags are called like the keys, but for one
 _KEYS: dict[str, tuple[str, str]] = {
@@ -21,6 +26,7 @@ _KEYS: dict[str, tuple[str, str]] = {
     **{flag.name: ("sampling", flag.name) for flag in GROUPS["sampling"]},
 }
 _FLAGS = {place: name for name, place in _KEYS.items()}
+_WORDS_OF_TUNING = ("auto", "none", "measure")
 _NONE_MEANS_NONE = ("draft", "speculation", "tuning")
 
 
@@ -45,11 +51,32 @@ def read_settings(flags: FlagValues, *, own: Collection[str] = ()) -> RunConfig:
         return f"{path}: [{section}] {key}"
 
     try:
-        return RunConfig.from_tables(tables, label)
+        settings = RunConfig.from_tables(tables, label)
     except ConfigError as error:
         if str(error.where).startswith("--"):
             raise UsageError(str(error)) from None
         raise
+    if "tuning" in flags:  # commands without it read none
+        _check_tuning(settings, label("engine", "tuning"))
+    return settings
+
+
+def _check_tuning(settings: RunConfig, where: str) -> None:
+    """Refuse a tuning that is not there, and tell where none will be read. Raises ConfigError."""
+    asked = settings.tuning
+    if asked in _WORDS_OF_TUNING[:2]:
+        return
+    if asked not in _WORDS_OF_TUNING and not Path(asked).is_file():
+        near = difflib.get_close_matches(asked.lower(), _WORDS_OF_TUNING, n=1)
+        raise ConfigError(
+            "no such file",
+            where=where,
+            found=repr(asked),
+            expected=f"{', '.join(_WORDS_OF_TUNING)}, or a file that eaglejax tune --out wrote",
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    if settings.draft is None or settings.speculation != "auto":
+        log.warning("%s: not used: only --speculation=auto with a draft chooses by a tuning; found %s", where, asked)
 
 
 def _value(flags: FlagValues, name: str) -> Any:

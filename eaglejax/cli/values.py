@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from eaglejax.cli.flags import UsageError
-from eaglejax.config import Speculation
+from eaglejax.config import Speculation, whole_number
 from eaglejax.errors import ConfigError, EagleJaxError
 
 T = TypeVar("T")
@@ -21,12 +21,24 @@ def wrong_usage(make: Callable[[], T]) -> T:
         raise UsageError(message if message.startswith("--") else f"--{message}") from None
 
 
-def tree(text: str) -> Speculation:
-    """A tree as num_steps,topk,num_draft_tokens; the last may be left out. Raises UsageError."""
+def tree_numbers(text: str) -> tuple[int, int, int]:
+    """What stands in num_steps,topk,num_draft_tokens, whether or not a tree can be so. Raises UsageError."""
     parts = text.split(",")
-    if len(parts) not in (2, 3):
+    # two numbers could be meant as either pair
+    if len(parts) != 3:
         raise UsageError(f"--tree: no tree; found {text!r}; expected num_steps,topk,num_draft_tokens such as 3,1,4")
+    low = {"num_steps": 0, "topk": 1, "num_draft_tokens": 1}
     try:
-        return Speculation(*parts)  # pyright: ignore[reportArgumentType]
+        steps, topk, nodes = (whole_number(name, part, low[name]) for name, part in zip(low, parts, strict=True))
+    except ConfigError as error:
+        raise UsageError(f"--tree: {error}") from None
+    return steps, topk, nodes
+
+
+def tree(text: str) -> Speculation:
+    """A tree as num_steps,topk,num_draft_tokens. Raises UsageError."""
+    numbers = tree_numbers(text)
+    try:
+        return Speculation(*numbers)
     except ConfigError as error:
         raise UsageError(f"--tree: {error}") from None

@@ -89,6 +89,14 @@ def no_pallas() -> str | None:
     return None
 
 
+def form() -> str:
+    """In a word, which kernels programs traced here are made of, for what was measured with them: "jnp", "xla", "pallas" wherever they
+    can run, or "auto": Pallas where it pays."""
+    if platform() == "cpu":
+        return "jnp"
+    return "xla" if no_pallas() is not None else chosen_kernels()
+
+
 def attention_form(cached_rows: int, reason: str | None) -> str:
     """ "pallas" or "xla" for tree attention over this many cached rows. `reason`: why the kernel does not serve them, if so."""
     pays = cached_rows >= PALLAS_FROM_ROWS or chosen_kernels() == "pallas"

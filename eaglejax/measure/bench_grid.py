@@ -99,17 +99,23 @@ def make_grid(
         for width in widths:
             for count in nodes if width > 1 else [None]:
                 wanted[step, width, count] = None
+    trees, skipped = possible_trees(list(wanted))
+    return _grid(prompts, trees, slots, temperatures, skipped)
+
+
+def possible_trees(wanted: Sequence[tuple[int, int, int | None]]) -> tuple[list[Speculation], list[Skipped]]:
+    """Of (num_steps, topk, num_draft_tokens) what can be a tree, and what cannot with the reason; plain decoding is in every group."""
     trees: dict[Speculation, None] = {}
-    skipped: list[Skipped] = []
+    skipped: dict[str, Skipped] = {}
     for step, width, count in wanted:
         if not step:
-            continue  # plain decoding is in every group
+            continue
         try:
             trees[Speculation(step, width, count)] = None
         except ConfigError as error:
             shown = f"{step},{width}" + (f",{count}" if count is not None else "")
-            skipped.append(Skipped(f"every cell of the tree {shown}", str(error)))
-    return _grid(prompts, list(trees), slots, temperatures, skipped)
+            skipped[shown] = Skipped(f"every cell of the tree {shown}", str(error))
+    return list(trees), list(skipped.values())
 
 
 def grid_of_trees(
@@ -118,10 +124,11 @@ def grid_of_trees(
     prompts: Sequence[str],
     slots: Sequence[int | str],
     temperatures: Sequence[float | str],
+    skipped: Sequence[Skipped] = (),
 ) -> Grid:
-    """The trees given, in place of a grid of their numbers. Raises as `make_grid` does."""
+    """The trees given, in place of a grid of their numbers. Raises as `make_grid` does. skipped: what else was asked for and is no tree."""
     distinct = [spec for spec in dict.fromkeys(trees) if spec.num_steps]
-    return _grid(prompts, distinct, slots, temperatures, [])
+    return _grid(prompts, distinct, slots, temperatures, skipped)
 
 
 def _grid(prompts, trees, slots, temperatures, skipped) -> Grid:

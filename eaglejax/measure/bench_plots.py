@@ -11,6 +11,7 @@ from typing import Any
 from eaglejax.errors import ConfigError
 from eaglejax.measure.bench_report import simulated_note
 from eaglejax.measure.bench_result import BenchResult, CellResult
+from eaglejax.measure.outputs import check_folder
 
 NAMES = ("speedup", "acceptance", "cost")
 
@@ -21,10 +22,7 @@ def check_plots(folder: Path) -> None:
         raise ConfigError(
             "matplotlib is missing", where="plots", fix="pip install 'eaglejax[plots]', or leave --plots out"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("cannot be made a folder", where=folder, found=error.strerror) from None
+    check_folder(folder, f"plots: {folder}")
 
 
 def draw_plots(result: BenchResult, folder: Path) -> list[Path]:
@@ -36,6 +34,7 @@ def draw_plots(result: BenchResult, folder: Path) -> list[Path]:
         return []
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # without pyplot: no window, no global state
 
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, draw in zip(NAMES, (_speedup, _acceptance, _cost), strict=True):
         figure = Figure(layout="constrained")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eaglejax.engine import EagleJaxEngine
 
 TOKENS = 512
+LEAST_TOKENS = 64  # eight answers of these have the fewest places that anything can be told from
 GREEDY, SAMPLED = "T=0", "T=0.8 top_p=0.95 top_k=20"
 CHAIN = Speculation(3, 1, 4)  # what is audited where the engine is set to plain decoding
 LEAST_COVERED = 0.5
@@ -85,7 +86,7 @@ def check(
 ) -> CheckReport:
     """See `EagleJaxEngine.check`. progress: (what, total) -> a context that yields `advance(n)`."""
     pair = engine._pair
-    tokens = whole_number("tokens", tokens, 8, 10**6)
+    tokens = whole_number("tokens", tokens, LEAST_TOKENS, 10**6)
     if pair.draft is None or pair.origin is None:
         raise ConfigError("no draft to check", where="draft", fix="load the engine with draft=")
     if jax.process_count() > 1:
@@ -162,7 +163,7 @@ def _padded(engine: EagleJaxEngine, rows: int) -> Callable[..., list[Generation]
 
 
 def _wiring_items(found: WiringCheck) -> list[Item]:
-    status = "wrong" if found.wrong else "warning" if found.blind or not found.places else "ok"
+    status = "wrong" if found.wrong else "warning" if found.blind or found.too_few or not found.places else "ok"
     items = [Item("wiring", status, found.verdict())]
     if found.places:
         line = (

@@ -55,7 +55,7 @@ def check_at_load(pair: Pair, generate: Generate, max_len: int, *, asked: bool) 
     if asked:
         check = _look(pair, texts, source, wirings)
         _tell(pair, check, time.perf_counter() - begin)
-        if check.places and not check.wrong and not check.blind and not ambiguous:
+        if check.places and not (check.wrong or check.blind or check.too_few or ambiguous):
             remember(mark)
 
 

@@ -29,6 +29,7 @@ from eaglejax.measure.profile_events import Events, Op, Span, read_trace
 from eaglejax.measure.profile_floor import cycle_work, placed, prefill_work
 from eaglejax.measure.profile_hlo import Instructions
 from eaglejax.measure.profile_programs import ProfiledPrograms
+from eaglejax.measure.profile_request import check_wave
 from eaglejax.measure.profile_result import LEAST_NAMED, MOST_DISTORTION, Profile, Setting, phase_times
 from eaglejax.measure.profile_sweep import Times, sweep
 from eaglejax.measure.profile_twice import time_twice
@@ -75,23 +76,7 @@ def check_request(jobs: Sequence[Job], slots: int) -> None:
             expected="1",
             fix="run one process with a mesh over its own devices",
         )
-    if len(jobs) > slots:
-        raise ConfigError(
-            "more prompts than slots: a profile is of one wave",
-            where="prompts",
-            found=len(jobs),
-            expected=f"at most {slots}",
-        )
-    if any(job.sampling.stop for job in jobs):
-        raise ConfigError(
-            "stop strings make the host stop the loop now and then: that is not profiled",
-            where="stop",
-            fix="leave them out; stop_token_ids are looked for inside the loop",
-        )
-    if any(job.sampling.max_new_tokens < 2 for job in jobs):
-        raise ConfigError(
-            "no cycle to profile: the first token comes from the prefill", where="max_new_tokens", expected="2 or more"
-        )
+    check_wave([job.sampling for job in jobs], slots)
 
 
 def usable_folder(folder: str | Path) -> Path:

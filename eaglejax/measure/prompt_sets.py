@@ -56,6 +56,13 @@ def check_set(name: str) -> None:
     )
 
 
+def check_prompts(name: str) -> None:
+    """Refuse, as far as that goes without a model, a set that is not there and a file that holds a broken line. Raises PromptError."""
+    check_set(name)
+    if name not in known_sets():
+        read_file(Path(name))
+
+
 def read_prompts(
     name: str | Path, limit: int = 0, *, vocab_size: int = 0, seed: int = 0, chat: bool = True
 ) -> list[Prompt]:

@@ -17,7 +17,7 @@ from eaglejax.measure.look_ahead import LookAhead, whole_pool
 from eaglejax.measure.prompt_sets import read_prompts
 from eaglejax.measure.replay import Replayed, Text, first_guesses, replay, settings
 from eaglejax.measure.timing import Spread, alternate
-from eaglejax.measure.tuning import Acceptance, Row, Tuning, holds_for
+from eaglejax.measure.tuning import GREEDY, SAMPLED, Acceptance, Row, Tuning, holds_for
 from eaglejax.sharding.mesh import MODEL, axis_size
 from eaglejax.wave import Job, Wave
 
@@ -30,7 +30,6 @@ CURVE_TOKENS = 24  # of a plain answer beside the parts of a cycle
 MOST_TREES = 3  # of "auto": each is compiled
 HARDNESS = (0.5, 1.0, 2.0)  # texts for which "auto" gets the best tree: easier than the calibration's, like it, harder
 SETS = ("mt_bench", "gsm8k", "humaneval")
-GREEDY, SAMPLED = "greedy", "sampled"
 Progress = Callable[[str, int], Any]
 
 

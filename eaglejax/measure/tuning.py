@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+import os
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax import nnx
 from eaglejax.checkpoint.builtin import cache_folder
 from eaglejax.config import Auto, Speculation
 from eaglejax.errors import ConfigError
+from eaglejax.kernels import select
 from eaglejax.loading import Pair
 from eaglejax.measure.cycle_costs import Costs
 from eaglejax.measure.environment import usable_cores
@@ -27,12 +29,20 @@ from eaglejax.speculation.adapt import Policy, make_policy
 
 VERSION = 1
 FIX = "tune again: eaglejax tune, or engine.tune()"
+GREEDY, SAMPLED = "greedy", "sampled"
+NOT_RECORDED = "not recorded"
+# names are for people, and costs of another number of slots are measured at their first use
+_NEED_NOT_AGREE = ("target", "draft", "slots")
 
 
 @dataclass(frozen=True)
 class HoldsFor:
     """The machine and the pair a tuning was measured with. Names are for people; fingerprints tell configs apart, and weights by their
-    vectors (norms, ids)."""
+    vectors (norms, ids).
+
+    slots: of the waves whose costs are stored; acceptance holds for any number. kernels: `select.form`. jax: its version, which compiles
+        them.
+    """
 
     target: str
     target_fingerprint: str
@@ -43,10 +53,12 @@ class HoldsFor:
     mesh: str
     draft_placement: str
     slots: int
+    kernels: str = NOT_RECORDED  # as in files of before they were
+    jax: str = NOT_RECORDED
 
     def differences(self, other: HoldsFor) -> list[str]:
-        """Where another one is different, in words; names may differ."""
-        names = [f.name for f in fields(self) if f.name not in ("target", "draft")]
+        """Where another one is different, in words; names and slots may differ."""
+        names = [f.name for f in fields(self) if f.name not in _NEED_NOT_AGREE]
         return [
             f"{name} {getattr(self, name)}, here {getattr(other, name)}"
             for name in names
@@ -103,7 +115,7 @@ class Tuning:
 
     def acceptance_of(self, sampled: bool) -> Acceptance:
         """Of requests that draw, where they were tuned for; else of greedy ones."""
-        return self.acceptance["sampled" if sampled and "sampled" in self.acceptance else "greedy"]
+        return self.acceptance[SAMPLED if sampled and SAMPLED in self.acceptance else GREEDY]
 
     def to_json(self) -> dict[str, Any]:
         """For the file."""
@@ -125,35 +137,126 @@ class Tuning:
         if version != VERSION:
             raise ConfigError("not a tuning of this version", where=where, found=version, expected=VERSION, fix=FIX)
         try:
-            stored_costs = stored["costs"]
             tuning = cls(
-                HoldsFor(**stored["holds_for"]),
-                tuple(Speculation(*tree) for tree in stored["trees"]),
-                stored["window"],
-                Costs(**(stored_costs | {"trees": tuple(map(float, stored_costs["trees"]))})),
-                {
-                    name: Acceptance(tuple(tuple(map(float, tree)) for tree in found["reach"]), found["first_guess"])
-                    for name, found in stored["acceptance"].items()
-                },
-                {name: tuple(Row(**row) for row in rows) for name, rows in stored["rows"].items()},
+                _holds_for(stored["holds_for"]),
+                tuple(map(_tree, _list(stored["trees"], "trees"))),
+                _whole(stored["window"], "window"),
+                _costs(stored["costs"]),
+                {name: _acceptance(found, name) for name, found in stored["acceptance"].items()},
+                {name: tuple(_row(row) for row in _list(rows, "rows")) for name, rows in stored["rows"].items()},
             )
-            whole = [len(tree) for tree in tuning.acceptance["greedy"].reach] == [t.num_steps for t in tuning.trees]
-            costs = tuning.costs
-            sound = all(0 < cost < math.inf for cost in costs.trees) and 0 <= costs.catch_up < math.inf
-            if not whole or not sound or len(costs.trees) != len(tuning.trees):
-                raise ValueError("tables do not fit the trees")
-            _ = tuning.auto
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _check_together(tuning)
+        except KeyError as error:
+            raise ConfigError("not a tuning", where=where, found=f"no {error}", fix=FIX) from None
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError("not a tuning", where=where, found=str(error)[:120], fix=FIX) from None
         return tuning
 
     def save(self, path: Path) -> None:
-        """Raises ConfigError where the file cannot be written."""
+        """Written aside and renamed: a reader finds the old file or the new one whole. Raises ConfigError where it cannot be written."""
+        text = json.dumps(self.to_json(), indent=1) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            path = path.resolve()  # a link stays one
+            if path.exists() and not path.is_file():
+                path.write_text(text)  # a pipe or a terminal cannot be renamed to
+                return
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                aside.write_text(text)
+                aside.replace(path)
+            finally:
+                aside.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError("cannot be written", where=path, found=error.strerror) from None
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name}: {value!r:.40} is no list")
+    return value
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {value!r:.40} is no whole number")
+    return value
+
+
+def _real(value: Any, name: str, low: float = 0.0, high: float = math.inf) -> float:
+    """A finite number in [low, high]: JSON as Python reads it has NaN and Infinity, and whole numbers beyond any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: {value!r:.40} is no number")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high:
+        raise ValueError(f"{name}: {number} is out of range, {low:g} to {high:g}")
+    return number
+
+
+def _tree(stored: Any) -> Speculation:
+    steps, topk, nodes = (_whole(value, "trees") for value in _list(stored, "trees"))
+    return Speculation(steps, topk, nodes)
+
+
+def _fields(kind: type, stored: Any) -> dict[str, Any]:
+    """The stored fields of a dataclass. Raises TypeError for others, KeyError where one without a default is missing."""
+    if not isinstance(stored, dict):
+        raise TypeError(f"{kind.__name__}: {stored!r:.40} is no table")
+    known = {f.name: f.default for f in fields(kind)}
+    if unknown := stored.keys() - known.keys():
+        raise TypeError(f"{kind.__name__}: no such field, {min(unknown)!r:.40}")
+    return {name: stored[name] if default is MISSING else stored.get(name, default) for name, default in known.items()}
+
+
+def _holds_for(stored: Any) -> HoldsFor:
+    found = _fields(HoldsFor, stored)
+    for name, value in found.items():
+        if name != "slots" and not isinstance(value, str):
+            raise TypeError(f"{name}: {value!r:.40} is no text")
+    if _whole(found["slots"], "slots") < 1:
+        raise ValueError(f"slots: {found['slots']} is out of range")
+    return HoldsFor(**found)
+
+
+def _costs(stored: Any) -> Costs:
+    found = _fields(Costs, stored)
+    trees = tuple(_real(cost, "costs of trees") for cost in _list(found.pop("trees"), "costs of trees"))
+    numbers = {name: _real(value, name) for name, value in found.items()}
+    if not all(trees) or not numbers["plain_ms"]:
+        raise ValueError("a cycle that costs nothing")
+    return Costs(trees, **numbers)
+
+
+def _acceptance(stored: Any, name: str) -> Acceptance:
+    if name not in (GREEDY, SAMPLED):
+        raise ValueError(f"acceptance: no such class, {name!r:.40}")
+    found, what = _fields(Acceptance, stored), f"{name}: reach"
+    reach = [tuple(_real(share, what, high=1.0) for share in _list(tree, what)) for tree in _list(found["reach"], what)]
+    return Acceptance(tuple(reach), _real(found["first_guess"], f"{name}: first_guess", high=1.0))
+
+
+def _row(stored: Any) -> Row:
+    found = _fields(Row, stored)
+    _tree([found[name] for name in ("num_steps", "topk", "num_draft_tokens")])
+    for name in ("tau", "cycle_ms", "predicted", "measured"):
+        if name != "measured" or found[name] is not None:
+            found[name] = _real(found[name], name)
+    return Row(**found)
+
+
+def _check_together(tuning: Tuning) -> None:
+    """Raises ValueError where tables do not fit the trees, or a class has none."""
+    if GREEDY not in tuning.acceptance:
+        raise ValueError("acceptance: no class 'greedy'")
+    levels = [tree.num_steps for tree in tuning.trees]
+    for name, found in tuning.acceptance.items():
+        if [len(shares) for shares in found.reach] != levels:
+            raise ValueError(f"{name}: tables do not fit the trees")
+    if len(tuning.costs.trees) != len(tuning.trees):
+        raise ValueError("costs: tables do not fit the trees")
+    if set(tuning.rows) != set(tuning.acceptance) or not all(tuning.rows.values()):
+        raise ValueError("rows: not those of the classes")
+    _ = tuning.auto  # raises for trees that cannot be chosen among
 
 
 def read_tuning(path: Path) -> Tuning:
@@ -162,7 +265,7 @@ def read_tuning(path: Path) -> Tuning:
         stored = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError("cannot be read", where=path, found=error.strerror, fix=FIX) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("not a tuning", where=path, found=str(error)[:120], fix=FIX) from None
     return Tuning.from_json(stored, path)
 
@@ -184,6 +287,8 @@ def holds_for(pair: Pair, slots: int) -> HoldsFor:
         mesh=",".join(f"{axis}={axis_size(pair.mesh, axis)}" for axis in AXES),
         draft_placement="sharded" if sharded else "replicated",
         slots=slots,
+        kernels=select.form(),
+        jax=jax.__version__,
     )
 
 
@@ -198,6 +303,9 @@ def fingerprint(model: Target | Draft) -> str:
 
 
 def stored_path(holds: HoldsFor) -> Path:
-    """Where the tuning of this pair and machine is kept, in the user's cache folder."""
-    key = [getattr(holds, f.name) for f in fields(holds) if f.name not in ("target", "draft")]
+    """Where the tuning of this pair and machine is kept, in the user's cache folder.
+
+    Whatever the slots, since they need not agree, and jax: so a tuning of before an upgrade is found, told and left out.
+    """
+    key = [getattr(holds, f.name) for f in fields(holds) if f.name not in (*_NEED_NOT_AGREE, "jax")]
     return cache_folder() / "tunings" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.json"

@@ -21,6 +21,7 @@ SIGMAS = 3.0  # by which the tokens of two better wirings must differ for the wo
 MARGIN = 0.02  # tokens per cycle: what is smaller is no finding, however sure
 LOW = 0.3  # position-0 accuracy below which two changes are tried where no single one helps
 BLINDING = ("capture", "vocabulary")  # kinds that are listed before the others
+ENOUGH = 256  # places from which what cannot be told apart is alike, as far as it matters
 NOTHING = 0.05  # position-0 accuracy below which nothing can be told of a draft
 
 
@@ -124,14 +125,31 @@ class WiringCheck:
         """Whether the draft foretells next to nothing under any wiring."""
         return max(figure.accuracies[0] for figure in self.figures) < NOTHING
 
+    @property
+    def rivals(self) -> int:
+        """How many others the best could be told from: those of as many changes."""
+        return sum(figure is not self.best and _as_simple(figure, self.best) for figure in self.figures)
+
+    @property
+    def too_few(self) -> bool:
+        """Whether places are so few that most of the others cannot be told from the loaded wiring, which is then not known to be right."""
+        return not self.wrong and self.places < ENOUGH and 3 * len(self.equals) > 2 * self.rivals
+
     def verdict(self) -> str:
         """One sentence, with figures and, where something is wrong, the override that mends it."""
         loaded = (
             f"{self.loaded.tokens_per_cycle:.2f} tokens per cycle, position 0 right {self.loaded.accuracies[0]:.1%}"
         )
         where = f"teacher-forced over {self.places} places of {self.source}"
+        if not self.places:
+            return "cannot be told: no places to measure at, the texts are too short; eaglejax check --tokens=512, and a larger --max_len"
         if not self.wrong and self.blind:
             return f"cannot be told: the draft foretells next to nothing under any wiring ({loaded}, {where})"
+        if self.too_few:
+            return (
+                f"{self.places} places are too few: {len(self.equals)} of {self.rivals} cannot be told from it ({loaded}, {where}); "
+                "eaglejax check --tokens=512"
+            )
         if not self.wrong:
             return f"as the draft was trained, as far as {len(self.figures) - 1} others tell ({loaded}, {where})"
         assert self.gained is not None
@@ -205,12 +223,14 @@ class Measured:
         alike = [
             figure
             for figure in figures
-            if figure is not best
-            and not gain(best, figure, comparisons).sure
-            and len(figure.wiring.changes) <= max(len(best.wiring.changes), 1)
+            if figure is not best and not gain(best, figure, comparisons).sure and _as_simple(figure, best)
         ]
         covered = self._forced.covered(best.wiring)
         return WiringCheck(tuple(figures), best, gained, tuple(alike), self._forced.count, self._source, covered)
+
+
+def _as_simple(figure: Figure, best: Figure) -> bool:
+    return len(figure.wiring.changes) <= max(len(best.wiring.changes), 1)
 
 
 def _extended(wirings: Wirings, changes: tuple[Change, ...], singles: Iterable[Wiring]) -> list[Wiring]:

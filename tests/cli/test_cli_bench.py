@@ -95,7 +95,19 @@ def test_a_shape_that_does_not_fit_is_refused(shape, monkeypatch, capsys):
         (["--slots=0"], 2, "--slots: out of range; found 0"),
         (["--temperature=-1"], 2, "--temperature: out of range; found -1"),
         (["--tree=3"], 2, "--tree: no tree; found '3'"),
-        (["--tree=3,1,9"], 2, "--tree: num_draft_tokens: a chain"),
+        (["--tree=1,2"], 2, "--tree: no tree; found '1,2'; expected num_steps,topk,num_draft_tokens such as 3,1,4"),
+        (["--tree=3,1,x"], 2, "--tree: num_draft_tokens: not a whole number"),
+        (
+            ["--tree=3,1,9"],
+            2,
+            "--tree: no tree that can be; found every cell of the tree 3,1,9: num_draft_tokens: a chain",
+        ),
+        (
+            ["--num_steps=3", "--topk=4", "--num_draft_tokens=99"],
+            2,
+            "--num_steps: no tree that can be; found every cell of",
+        ),
+        (["--max_len=64", "--max_new_tokens=64"], 2, "--max_new_tokens: no prompt has room beside so many; found 64"),
         (["--tree=3,1,4", "--topk=2"], 2, "--tree and --topk exclude each other"),
         (["--draft=none", "--num_steps=3"], 2, "--draft: a tree needs a draft"),
         (["--repeats=0"], 2, "--repeats: out of range; found 0"),
@@ -105,6 +117,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape, monkeypatch, capsys):
         (["--max_new_tokens=1"], 2, "--max_new_tokens: the first token comes from the prefill"),
         (["--max_new_tokens=x"], 2, "--max_new_tokens: not a whole number"),
         (["--csv=/nowhere/at/all.csv"], 1, "csv: /nowhere/at/all.csv: cannot be written"),
+        (["--tuning=none"], 2, "Unknown command line flag 'tuning'"),
         (["--coordinator=a:1"], 2, "Unknown command line flag 'coordinator'"),
     ],
 )
@@ -116,3 +129,34 @@ def test_refusals(words, code, said, capsys):
 def test_captures_belong_to_drafts_with_weights(shape, capsys):
     assert run(["bench", *shape, "--capture=input"]) == 2
     assert "this model is its config alone" in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_no_file(tmp_path, capsys):
+    assert run(["bench", "--model=/no/such/model", f"--draft={tmp_path}", f"--csv={tmp_path / 'b.csv'}"]) == 1
+    assert "/no/such/model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_impossible_tree_is_skipped_and_the_rest_runs(shape, capsys):
+    asked = ["--tree=4,4,99", "--tree=2,1,3", "--json", *SMALL]
+    assert run(["bench", *shape, *asked]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [cell["num_steps"] for cell in said["cells"]] == [0, 2]
+    assert [one["cell"] for one in said["skipped"]] == ["every cell of the tree 4,4,99"]
+    assert "cannot be filled" in said["skipped"][0]["reason"]
+
+
+def test_no_tree_measured_is_exit_code_1(shape, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "eaglejax.measure.bench._ungrowable", lambda engine, cell: "no" if cell.spec.num_steps else None
+    )
+    assert run(["bench", *shape, "--tree=2,1,3", *SMALL]) == 1
+    out, err = capsys.readouterr()
+    assert "plain" in out and "no tree that was asked for could be measured; found random, 1 slots" in err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "profile"])
+def test_a_broken_line_of_prompts_is_refused_before_loading(command, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": \n')
+    assert run([command, "--model=/no/such/model", f"--draft={tmp_path}", f"--prompts={tmp_path / 'p.jsonl'}"]) == 1
+    assert f"{tmp_path / 'p.jsonl'} line 2: not valid JSON" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import wired_pairs  # noqa: E402
     ("words", "said"),
     [
         (["--tokens=none_of_these"], "--tokens: not a whole number"),
-        (["--tokens=3"], "--tokens: out of range; found 3"),
+        (["--tokens=63"], "--tokens: out of range; found 63; expected 64 to"),
         (["--draft=none"], "no draft is named"),
         (["--coordinator=localhost:1"], "coordinator"),
     ],

@@ -64,6 +64,21 @@ def test_refused(target, capsys, more, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--stop=x"], "stop strings make the host stop the loop"),
+        (["--max_new_tokens=1"], "no cycle to profile"),
+        (["--token_ids=5,6", "--slots=1"], "more prompts than slots"),
+    ],
+)
+def test_refused_before_anything_is_loaded(tmp_path, capsys, more, said):
+    (tmp_path / "none").mkdir()
+    trace = tmp_path / "trace"
+    assert run(words(str(tmp_path / "none"), f"--trace_dir={trace}", *more)) == 1
+    assert said in capsys.readouterr().err and not trace.exists()
+
+
 def test_refused_sets(target, capsys):
     assert run(["profile", f"--model={target}", "--prompts=mtbench"]) == 1
     assert "did you mean mt_bench?" in capsys.readouterr().err

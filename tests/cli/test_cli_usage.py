@@ -1,5 +1,6 @@
 """Command lines: what is wrong usage (exit code 2), what is refused input (1), how flags and a file go together."""
 
+import logging
 import subprocess
 import sys
 import time
@@ -170,3 +171,31 @@ def test_empty_prompts_are_refused_before_a_model_is_loaded(tmp_path, capsys):
 def test_a_traceback_is_shown_where_asked_for():
     with pytest.raises(PromptError):
         run(["generate", "--prompt=", "--traceback"])
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt=x"], ["chat"], ["check"], ["profile"]])
+def test_a_tuning_that_is_not_there_is_refused_by_every_command(command, capsys, tmp_path):
+    assert run([*command, f"--tuning={tmp_path}/none.json", "--num_steps=2"]) == 1
+    assert (
+        f"--tuning: no such file; found '{tmp_path}/none.json'; expected auto, none, measure" in capsys.readouterr().err
+    )
+    file = tmp_path / "run.toml"
+    file.write_text('[engine]\ntuning = "mesure"\n')
+    assert run([*command, f"--config={file}"]) == 1
+    assert f"{file}: [engine] tuning: no such file; found 'mesure'" in (err := capsys.readouterr().err)
+    assert "did you mean measure?" in err
+
+
+@pytest.mark.parametrize("beside", ["--num_steps=2", "--speculation=none", "--draft=none"])
+def test_a_tuning_that_nothing_reads_is_told(beside, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("eaglejax"), "propagate", True)
+    (tmp_path / "t.json").write_text("{}")
+    settings = read_settings(flags("--prompt=x", f"--tuning={tmp_path}/t.json", beside))
+    assert settings.tuning == f"{tmp_path}/t.json"
+    assert (
+        f"--tuning: not used: only --speculation=auto with a draft chooses by a tuning; found {tmp_path}" in caplog.text
+    )
+    caplog.clear()
+    read_settings(flags("--prompt=x", f"--tuning={tmp_path}/t.json"))
+    read_settings(flags("--prompt=x", "--tuning=none", beside))
+    assert not caplog.text

@@ -1,13 +1,16 @@
 """Stored tunings: kept, found again, refused for another machine or pair; `tune` from end to end on a small pair."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from eaglejax import Sampling, Speculation
+from eaglejax import Auto, Sampling, Speculation
 from eaglejax.adaptive import UNTUNED
 from eaglejax.errors import ConfigError
 from eaglejax.measure.cost_curve import CostCurve
@@ -44,8 +47,8 @@ def made(engine):
         TREES,
         32,
         Costs((1.5, 1.9), 0.3, 1.0, 2.0),
-        {"greedy": Acceptance(reach, 0.5)},
-        {"greedy": (row, plain)},
+        {"greedy": Acceptance(reach, 0.5), "sampled": Acceptance(reach, 0.4)},
+        {"greedy": (row, plain), "sampled": (row,)},
     )
 
 
@@ -66,6 +69,36 @@ def test_a_tuning_comes_back_as_it_was(made, tmp_path):
         lambda stored: stored["acceptance"].update(greedy=None),
         lambda stored: stored["holds_for"].update(moon=1),
         lambda stored: stored.update(trees=[[0, 1, 1], [2, 2, 4]]),
+        lambda stored: stored.update(trees=[["2", 1, 3], [2, 2, 4]]),
+        lambda stored: stored.update(window=True),
+        # every class, not the greedy one alone
+        lambda stored: stored["acceptance"].update(sampled={"reach": [[0.5, 0.2]], "first_guess": 0.5}),
+        lambda stored: stored["acceptance"]["sampled"].update(reach=[[0.5, 0.2], [0.5]]),
+        lambda stored: stored["acceptance"]["sampled"].update(reach=[[0.5, 0.2], [0.5, "0.2"]]),
+        lambda stored: stored["acceptance"]["sampled"].update(first_guess=None),
+        lambda stored: stored["acceptance"].update(lukewarm=stored["acceptance"]["greedy"]),
+        # numbers that are none, or that no measurement gives
+        lambda stored: stored["acceptance"]["greedy"].update(reach=[[0.5, math.nan], [0.7, 0.4]]),
+        lambda stored: stored["acceptance"]["greedy"].update(reach=[[0.5, 0.2], [1.7, 0.4]]),
+        lambda stored: stored["acceptance"]["greedy"].update(reach=[[0.5, 0.2], [True, 0.4]]),
+        lambda stored: stored["acceptance"]["greedy"].update(first_guess=math.nan),
+        lambda stored: stored["acceptance"]["greedy"].update(first_guess=-0.1),
+        lambda stored: stored["costs"].update(trees=[math.inf, 1.0]),
+        lambda stored: stored["costs"].update(trees=["1.0", 1.0]),
+        lambda stored: stored["costs"].update(trees=[10**400, 1.0]),
+        lambda stored: stored["costs"].update(catch_up=math.nan),
+        lambda stored: stored["costs"].update(catch_up=-1),
+        lambda stored: stored["costs"].update(plain_ms="1 ms"),
+        lambda stored: stored["costs"].update(seconds=None),
+        lambda stored: stored["rows"]["greedy"][0].update(tau=math.nan),
+        lambda stored: stored["rows"]["greedy"][0].update(measured="fast"),
+        lambda stored: stored["rows"]["greedy"][0].update(predicted=None),
+        lambda stored: stored["rows"]["greedy"][0].update(topk=True),
+        lambda stored: stored["rows"].update(greedy=[]),
+        lambda stored: stored["rows"].pop("sampled"),
+        lambda stored: stored["holds_for"].update(slots=2.5),
+        lambda stored: stored["holds_for"].update(device=7),
+        lambda stored: stored.update(acceptance=[]),
     ],
 )
 def test_broken_files_are_refused_with_their_name(made, tmp_path, spoil):
@@ -78,8 +111,25 @@ def test_broken_files_are_refused_with_their_name(made, tmp_path, spoil):
     path.write_text("{")
     with pytest.raises(ConfigError, match="not a tuning"):
         read_tuning(path)
+    path.write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="not a tuning"):
+        read_tuning(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tuning(tmp_path / "none.json")
+
+
+def test_a_damaged_tuning_is_left_out_of_the_cache_and_refused_by_name(folders, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
+    stored = made.to_json()
+    stored["acceptance"]["sampled"]["first_guess"] = math.nan
+    path = stored_path(made.holds_for)
+    path.parent.mkdir()
+    for text in (json.dumps(stored), "[" * 200_000):
+        path.write_text(text)
+        found = pairs.load(*folders, slots=2, speculation="auto")
+        assert found.speculation == UNTUNED and "the stored tuning is left out" in str(found.load_report)
+        with pytest.raises(ConfigError, match=f"{path.name}: not a tuning"):
+            pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
 
 
 def test_stored_tunings_are_found_and_others_left_out(folders, made, tmp_path, monkeypatch):
@@ -90,7 +140,6 @@ def test_stored_tunings_are_found_and_others_left_out(folders, made, tmp_path, m
     made.save(path)
     tuned = pairs.load(*folders, slots=2, speculation="auto")
     assert tuned.speculation == made.auto and "of the tuning" in str(tuned.load_report)
-    assert pairs.load(*folders, slots=3, speculation="auto").speculation == UNTUNED
     assert pairs.load(*folders, slots=2, speculation="auto", tuning="measure").speculation == UNTUNED
     # the same file, by hand, for another machine: refused where it was asked for, left out with a warning where it was found
     other = replace(made, holds_for=replace(made.holds_for, device="other card", draft_fingerprint="0"))
@@ -100,6 +149,66 @@ def test_stored_tunings_are_found_and_others_left_out(folders, made, tmp_path, m
         pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         pairs.load(*folders, slots=2, speculation="auto", tuning=str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_another_number_of_slots_uses_its_acceptance_and_says_so(folders, made, tmp_path, monkeypatch, named):
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
+    one = replace(made, holds_for=replace(made.holds_for, slots=1))
+    assert stored_path(one.holds_for) == stored_path(made.holds_for)
+    path = tmp_path / "one.json" if named else stored_path(one.holds_for)
+    one.save(path)
+    engine = pairs.load(*folders, slots=3, speculation="auto", tuning=str(path) if named else "auto")
+    assert engine.speculation == made.auto
+    assert "tuned with 1 slot: costs for 3 measured at first use" in str(engine.load_report)
+    assert "left out" not in str(engine.load_report)
+
+
+@pytest.mark.slow
+def test_costs_of_another_number_of_slots_are_measured_and_acceptance_is_the_tunings(folders, made, tmp_path):
+    one = replace(made, holds_for=replace(made.holds_for, slots=1))
+    one.save(tmp_path / "one.json")
+    engine = pairs.load(*folders, slots=2, speculation="auto", tuning=str(tmp_path / "one.json"))
+    assert engine._adaptive is not None and isinstance(engine.speculation, Auto)
+    programs = engine._programs_for(engine.speculation)
+    own, other = (engine._adaptive._tables(programs, width, False) for width in (1, 2))
+    assert own.cost.tolist() == pytest.approx([1, *made.costs.trees])
+    assert other.cost.tolist() != own.cost.tolist() and "for 2 slots: a plain step" in str(engine.load_report)
+    assert np.array_equal(own.tokens, other.tokens) and np.array_equal(own.guess, other.guess)
+
+
+def test_other_kernels_and_another_jax_do_not_fit(folders, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLEJAX_CACHE", str(tmp_path))
+    assert (made.holds_for.kernels, made.holds_for.jax) == ("jnp", jax.__version__)
+    path = tmp_path / "own.json"
+    for change in ({"kernels": "xla"}, {"jax": "0.1"}):
+        replace(made, holds_for=replace(made.holds_for, **change)).save(path)
+        with pytest.raises(ConfigError, match="{} {}, here".format(*next(iter(change.items())))):
+            pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
+    # a tuning of before an upgrade of jax is found, and told
+    replace(made, holds_for=replace(made.holds_for, jax="0.1")).save(stored_path(made.holds_for))
+    assert "jax 0.1, here" in str(pairs.load(*folders, slots=2, speculation="auto").load_report)
+    # files of before these were recorded
+    stored = made.to_json()
+    del stored["holds_for"]["kernels"], stored["holds_for"]["jax"]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="kernels not recorded, here jnp; jax not recorded, here"):
+        pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(made, tmp_path, monkeypatch):
+    path = tmp_path / "kept.json"
+    made.save(path)
+    whole = Path.write_text
+
+    def torn(self, text, *rest, **more):
+        whole(self, text[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(ConfigError, match="No space left"):
+        made.save(path)
+    assert read_tuning(path) == made and list(tmp_path.iterdir()) == [path]
 
 
 def test_fingerprints_tell_other_weights(engine, tmp_path_factory):

@@ -1,5 +1,7 @@
 """Wrong wiring planted in pairs whose draft is always right when it is wired as made: each fault is named, and its fix restores tau."""
 
+from dataclasses import replace
+
 import kit_m
 import numpy as np
 import pairs
@@ -7,6 +9,7 @@ import pytest
 import wired_pairs
 
 from eaglejax import Sampling
+from eaglejax.measure.check import _wiring_items
 from eaglejax.measure.teacher_forced import Foretold
 from eaglejax.measure.wiring_check import Figure, check_wiring, gain
 from eaglejax.measure.wirings import Wirings
@@ -121,6 +124,21 @@ def test_no_false_alarm_on_the_right_pair(request, target, name):
     found = checked(target, request.getfixturevalue(name))
     assert not found.wrong and not found.blind and found.best is found.loaded
     assert found.loaded.tokens_per_cycle == max(figure.tokens_per_cycle for figure in found.figures) > 2.4
+
+
+def test_few_places_are_no_proof_that_a_wiring_is_right(target, plain):
+    """A warning in the doctor, and no verdict; told again once there are places enough."""
+    pair = pairs.load(target, plain)._pair
+    texts = wired_pairs.random_texts()
+    few = check_wiring(pair, [replace(texts[0], token_ids=texts[0].token_ids[:21])], "made text", steps=2)
+    assert few.too_few and not few.wrong and not few.blind and 0 < few.places < 48
+    assert f"{few.places} places are too few: {few.rivals} of {few.rivals} cannot be told from it" in few.verdict()
+    assert "--tokens=512" in few.verdict() and _wiring_items(few)[0].status == "warning"
+    none = check_wiring(pair, [replace(texts[0], token_ids=texts[0].token_ids[:1])], "made text", steps=2)
+    assert none.places == 0 and "no places" in none.verdict() and "--tokens=512" in none.verdict()
+    assert [item.status for item in _wiring_items(none)] == ["warning"]
+    whole = check_wiring(pair, texts, "made text", steps=2)
+    assert not whole.too_few and _wiring_items(whole)[0].status == "ok"
 
 
 def test_a_draft_that_foretells_nothing_is_said_to_tell_nothing(target, folder):
