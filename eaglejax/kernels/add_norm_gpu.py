@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from eaglejax.kernels.mosaic import PARAMS
+
 THREADS = 128
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))

@@ -18,14 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from eaglejax.kernels.expert_tables import NOBODY, chosen_words, expert_of, how_many, weight_table
+from eaglejax.kernels.experts import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, Tables, down_ring, gateup_ring, padded_rows
+from eaglejax.kernels.mosaic import OVER_ROWS, OVER_WEIGHTS, PARAMS, load
 
-GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0
-NOBODY = float("-inf")  # in the table of weights: this row did not choose this expert
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_load: Any = plgpu.load  # typed otherwise in jax 0.10
-OVER_ROWS, OVER_WEIGHTS = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
@@ -138,58 +136,6 @@ def launch(
     return total.astype(x.dtype)
 
 
-def chosen_words(ids: Int[Array, "n k"], count: int) -> Int[Array, " w"]:
-    """Bit e % 32 of word e // 32 says whether any row chose expert e."""
-    flat = ids.reshape(-1, 1)
-    word = jnp.arange(-(-count // 32), dtype=ids.dtype)
-    bits = lax.shift_left(jnp.ones_like(flat), flat & 31)
-    mine = ((flat >> 5) == word) & (flat < count)
-    return lax.reduce(jnp.where(mine, bits, 0), ids.dtype.type(0), lax.bitwise_or, (0,))
-
-
-def weight_table(
-    ids: Int[Array, "n k"], weights: Float[Array, "n k"], count: int, columns: int
-) -> Float[Array, "e columns"]:
-    """With what weight each row takes each expert; NOBODY where it does not."""
-    short = ((0, columns - ids.shape[0]), (0, 0))
-    ids, weights = jnp.pad(ids, short, constant_values=count), jnp.pad(weights, short)
-    expert = jnp.arange(count, dtype=ids.dtype)[:, None]
-    table = jnp.full((count, columns), NOBODY, jnp.float32)
-    for place in range(ids.shape[1]):
-        table = jnp.where(ids[:, place] == expert, weights[:, place], table)
-    return table
-
-
-def _ones(word):
-    """How many bits of an int32 are set."""
-    shifted = lax.shift_right_logical
-    word = word - (shifted(word, jnp.int32(1)) & 0x55555555)
-    word = (word & 0x33333333) + (shifted(word, jnp.int32(2)) & 0x33333333)
-    word = (word + shifted(word, jnp.int32(4))) & 0x0F0F0F0F
-    return shifted(word * 0x01010101, jnp.int32(24))
-
-
-def _how_many(words: list):
-    return functools.reduce(lambda a, b: a + b, map(_ones, words))
-
-
-def _expert_of(words: list, slot):
-    """The chosen expert that `slot` chosen ones precede: scalars only, so every block works it out for itself."""
-    base, word, left = jnp.int32(0), words[0], slot
-    passed = jnp.int32(0)
-    for index in range(1, len(words)):
-        passed = passed + _ones(words[index - 1])
-        later = slot >= passed
-        base, word = jnp.where(later, 32 * index, base), jnp.where(later, words[index], word)
-        left = jnp.where(later, slot - passed, left)
-    for half in (16, 8, 4, 2, 1):
-        low = _ones(word & ((1 << half) - 1))
-        above = left >= low
-        base, left = base + jnp.where(above, half, 0), left - jnp.where(above, low, 0)
-        word = jnp.where(above, lax.shift_right_logical(word, jnp.int32(half)), word)
-    return base
-
-
 def _act(activation: str, gate, up):
     match activation:
         case "silu":
@@ -258,7 +204,7 @@ def _gateup(
         bias = [weight.pop() for _ in range(biases)]
         block = lax.axis_index("block")
         words = [words_ref[index] for index in range(-(-count // 32))]
-        tasks = lax.div(_how_many(words) * tiles - block + (BLOCKS - 1), jnp.int32(BLOCKS))
+        tasks = lax.div(how_many(words) * tiles - block + (BLOCKS - 1), jnp.int32(BLOCKS))
         tasks = jnp.maximum(tasks, 0)
         total = tasks * steps
 
@@ -266,7 +212,7 @@ def _gateup(
             """Its slot, expert and first row."""
             place = block + index * BLOCKS
             slot = lax.div(place, jnp.int32(tiles))
-            return slot, _expert_of(words, slot), pl.multiple_of((place - slot * tiles) * TILE, TILE)
+            return slot, expert_of(words, slot), pl.multiple_of((place - slot * tiles) * TILE, TILE)
 
         def issue(expert, row, step, index):
             into = lax.rem(index, jnp.int32(stages))
@@ -312,12 +258,10 @@ def _gateup(
             gate, up = both[:TILE], both[TILE:]
             spread = lambda v, axis: lax.broadcast_in_dim(v, (TILE, columns), (axis,))
             if bias:
-                at = lambda half: _load(
-                    bias[0].at[expert, half, pl.ds(row, TILE)], layout=OVER_WEIGHTS, optimized=False
-                )
+                at = lambda half: load(bias[0].at[expert, half, pl.ds(row, TILE)], layout=OVER_WEIGHTS, optimized=False)
                 gate = gate + spread(at(0).astype(jnp.float32), 0)
                 up = up + spread(at(1).astype(jnp.float32), 0)
-            share = spread(_load(table.at[expert], layout=OVER_ROWS, optimized=False), 1)
+            share = spread(load(table.at[expert], layout=OVER_ROWS, optimized=False), 1)
             # select, not multiply: a row that is inf or NaN may not spoil what it did not choose
             value = jnp.where(share == NOBODY, 0.0, _act(activation, gate, up) * share)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -368,7 +312,7 @@ def _down(columns: int, slots: int, shape: tuple[int, int, int], interpret: Any,
         part = lax.axis_index("part")
         begin = lax.div(part * steps, jnp.int32(parts))
         mine = lax.div((part + 1) * steps, jnp.int32(parts)) - begin
-        total = _how_many([words_ref[index] for index in range(-(-count // 32))]) * mine
+        total = how_many([words_ref[index] for index in range(-(-count // 32))]) * mine
 
         def issue(index):
             into = lax.rem(index, jnp.int32(stages))

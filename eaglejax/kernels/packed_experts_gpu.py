@@ -8,6 +8,7 @@ one part and the high halves the other, and the rows of x have their even column
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from eaglejax.kernels.experts_gpu import _load, chosen_words, launch, weight_table
+from eaglejax.kernels.expert_tables import chosen_words, weight_table
+from eaglejax.kernels.experts_gpu import launch
 from eaglejax.kernels.experts_gpu_shape import PART, TILE, Ring, Tables, packed_ring, padded_rows
+from eaglejax.kernels.mosaic import load
 from eaglejax.models.packed import PackedWeight
 
 BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
@@ -32,7 +35,7 @@ OVER_ROWS = LAYOUT.reduce(1)
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(ABC):
     """What both kinds have in common; takes the place of `experts_gpu.Plain`.
 
     Attributes:
@@ -46,28 +49,29 @@ class Packed:
     def ring(self, columns: int, *shape: int) -> Ring:
         return packed_ring(columns, *shape, size=self.row_bytes)
 
+    @abstractmethod
     def buffers(self, stages: int, tile: int) -> dict[str, Any]:
         """Shared memory for what comes of the weight, and what its widening needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copies(self, tiles: int) -> int:
         """Of one step with so many tiles of TILE rows."""
-        raise NotImplementedError
 
     def order(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         """The columns of the rows as `bring` reads them."""
         return x
 
+    @abstractmethod
     def bring(self, weight: tuple, tiles: list[tuple], row, step, x_at, buffers: dict[str, Any], into, full) -> None:
         """Starts the copies of one step: TILE rows from `row` of each of `tiles`, and the same columns of x."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, buffers: dict[str, Any], have) -> None:
         """What is done once for both parts of a step."""
 
+    @abstractmethod
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
         """Writes one part of a step to `wide`."""
-        raise NotImplementedError
 
     def scratch(self, ring: Ring, tile: int, columns: int) -> dict[str, Any]:
         return {
@@ -124,12 +128,12 @@ class Int4(Packed):
 
     def prepare(self, buffers: dict[str, Any], have) -> None:
         """Turns the scales round: one group of all rows is read at a time, and only what lies together can be."""
-        scale = _load(buffers["s_ring"].at[have], layout=plgpu.Layout.WGMMA, optimized=False)
+        scale = load(buffers["s_ring"].at[have], layout=plgpu.Layout.WGMMA, optimized=False)
         buffers["factors"].transpose((1, 0))[...] = plgpu.layout_cast(scale, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
-        raw = _load(buffers["w_ring"].at[have], layout=LAYOUT)
+        raw = load(buffers["w_ring"].at[have], layout=LAYOUT)
         raw = lax.bitcast_convert_type(raw, jnp.int8)
         # in bfloat16 throughout: a nibble times a scale is rounded once there too. 8-bit values cannot be shifted
         if part:
@@ -139,7 +143,7 @@ class Int4(Packed):
         scaled = []
         for group in range(PART // GROUP):
             columns = slice(group * GROUP, (group + 1) * GROUP)
-            scale = _load(buffers["factors"].at[group], layout=OVER_ROWS, optimized=False)
+            scale = load(buffers["factors"].at[group], layout=OVER_ROWS, optimized=False)
             factors = lax.broadcast_in_dim(scale, (scale.shape[0], GROUP), (0,))
             scaled.append(value[:, columns] * factors)
         buffers["wide"][part] = lax.concatenate(scaled, 1)  # one store: each has barriers before and after it
@@ -176,11 +180,14 @@ class Fp8(Packed):
                 plgpu.copy_gmem_to_smem(values.at[(*tile, pl.ds(row, TILE), over)], to, full)
             plgpu.copy_gmem_to_smem(x_at(over), buffers["x_ring"].at[into, part], full)
 
+    def prepare(self, buffers: dict[str, Any], have) -> None:
+        pass  # scales are read as they came
+
     def widen(self, buffers: dict[str, Any], have, part: int) -> None:
         scaled = []
         for number in range(buffers["wide"].shape[1] // TILE):
             rows = pl.ds(number * TILE, TILE)
-            value = _load(buffers["w_ring"].at[have, part, rows], layout=LAYOUT).astype(jnp.float32)
+            value = load(buffers["w_ring"].at[have, part, rows], layout=LAYOUT).astype(jnp.float32)
             scaled.append((value * buffers["s_ring"][have, number, part]).astype(jnp.bfloat16))
         buffers["wide"][part] = lax.concatenate(scaled, 0)
 

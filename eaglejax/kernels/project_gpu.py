@@ -19,10 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Shaped
 
 from eaglejax.kernels.experts_gpu_shape import padded_rows
+from eaglejax.kernels.mosaic import PARAMS, load
 from eaglejax.kernels.project import TILE, Cut, cut_of
 
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-_load: Any = plgpu.load  # typed otherwise in jax 0.10
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -144,7 +143,7 @@ def _kernel(rows: int, cut: Cut, dtype: Any, interpret: Any):
                 plgpu.barrier_wait(landed)
                 whole = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
                 for other in range(parts - 1):
-                    whole = whole + _load(
+                    whole = whole + load(
                         others.at[other].transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
                     )
                 leave(whole, tile)

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from eaglejax.kernels.mosaic import PARAMS
 from eaglejax.models.config import RopeConfig
 from eaglejax.models.rope import cos_sin
 
 THREADS = 128
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 class Cut(NamedTuple):

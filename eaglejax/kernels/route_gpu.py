@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from eaglejax.kernels.experts_gpu import NOBODY, OVER_ROWS, OVER_WEIGHTS, PARAMS
+from eaglejax.kernels.expert_tables import NOBODY
 from eaglejax.kernels.experts_gpu_shape import TILE, Tables, padded_rows, route_columns, whole_tiles, word_count
+from eaglejax.kernels.mosaic import OVER_ROWS, OVER_WEIGHTS, PARAMS, load
 from eaglejax.models.config import MoEConfig
 
 TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 TAKEN = -(1 << 31)  # below the key of every score
-_load: Any = plgpu.load  # typed otherwise in jax 0.10
 
 
 @functools.partial(jax.jit, static_argnames=("config", "with_ids", "interpret"))
@@ -74,8 +74,8 @@ def _product(rows: int, x_shape: tuple[int, int], shape: tuple[int, int], interp
 
         def add(step, sums):
             plgpu.barrier_wait(full.at[step])
-            tile = _load(w_tiles.at[step], layout=plgpu.Layout.WGMMA)
-            row_of = lambda index: _load(x_tiles.at[step, index], layout=OVER_ROWS).astype(jnp.float32)
+            tile = load(w_tiles.at[step], layout=plgpu.Layout.WGMMA)
+            row_of = lambda index: load(x_tiles.at[step, index], layout=OVER_ROWS).astype(jnp.float32)
             return tuple(
                 old + jnp.sum(tile * lax.broadcast_in_dim(row_of(index), (TILE, TILE), (1,)), axis=1)
                 for index, old in enumerate(sums)
@@ -109,7 +109,7 @@ def _total(parts, together: int):
     total: Any = None
     for begin in range(0, parts.shape[0], together):
         indices = range(begin, min(begin + together, parts.shape[0]))
-        some = [_load(parts.at[index], layout=plgpu.Layout.WGMMA, optimized=False) for index in indices]
+        some = [load(parts.at[index], layout=plgpu.Layout.WGMMA, optimized=False) for index in indices]
         while len(some) > 1:
             some = [sum(some[at + 1 : at + 2], some[at]) for at in range(0, len(some), 2)]
         total = some[0] if total is None else total + some[0]
@@ -152,7 +152,7 @@ def _choice(
         logits = _total(parts, together)
         if vectors:
             plgpu.barrier_wait(full.at[0])
-        vector = lambda index: lax.broadcast_in_dim(_load(vector_tiles.at[index], layout=OVER_WEIGHTS), whole, (0,))
+        vector = lambda index: lax.broadcast_in_dim(load(vector_tiles.at[index], layout=OVER_WEIGHTS), whole, (0,))
         if biased:
             logits = logits + vector(0)
         row = lax.broadcasted_iota(jnp.int32, whole, 0)

@@ -25,6 +25,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.generation import Generation
 from eaglejax.loading import Pair
 from eaglejax.measure.device_speed import measure_speed
+from eaglejax.measure.outputs import check_folder
 from eaglejax.measure.profile_events import Events, Op, Span, read_trace
 from eaglejax.measure.profile_floor import cycle_work, placed, prefill_work
 from eaglejax.measure.profile_hlo import Instructions
@@ -79,20 +80,6 @@ def check_request(jobs: Sequence[Job], slots: int) -> None:
     check_wave([job.sampling for job in jobs], slots)
 
 
-def usable_folder(folder: str | Path) -> Path:
-    """The folder for traces, made where it is not there. Raises ConfigError where it cannot be written."""
-    path = Path(folder).expanduser()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "cannot be written", where=f"trace_dir {path}", found=error.strerror, fix="name another folder"
-        ) from None
-    return path
-
-
 def take_profile(
     pair: Pair,
     jobs: Sequence[Job],
@@ -119,7 +106,9 @@ def take_profile(
     """
     check_request(jobs, slots)
     whole_number("repeats", repeats, 1)
-    folder = None if trace_dir is None else usable_folder(trace_dir)
+    folder = None if trace_dir is None else Path(trace_dir).expanduser()
+    if folder is not None:
+        check_folder(folder, f"trace_dir {folder}")
     boundaries = pair.capture.boundaries if pair.capture is not None else ()
     programs = ProfiledPrograms(pair.target, pair.draft, boundaries, spec, max_len, pair.dtype, pair.mesh)
     with tempfile.TemporaryDirectory(prefix="eaglejax-profile-") as scratch:
