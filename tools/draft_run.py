@@ -200,6 +200,7 @@ class Run:
         settings = trainer.TrainSettings(
             rate=args.rate,
             unroll=args.unroll,
+            decay=args.decay,
             compute_dtype=args.dtype,
             objective=args.objective,
             optimiser=args.optimiser,

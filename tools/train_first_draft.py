@@ -105,6 +105,7 @@ def parse() -> argparse.Namespace:
     two.add_argument("--batch", type=int, default=64, help="rows of a training batch")
     two.add_argument("--rate", type=float, default=1e-3)
     two.add_argument("--unroll", type=int, default=7)
+    two.add_argument("--decay", type=float, default=0.8, help="weight of step j is decay^j")
     two.add_argument("--keep-gb", type=float, default=80, help="device memory for kept target features")
     two.add_argument("--limit", type=int, default=0, help="prompts of each set at most (a trial)")
     two.add_argument("--max-steps", type=int, default=0)

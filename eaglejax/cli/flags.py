@@ -138,7 +138,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("unroll", "tokens drafted at every place; default 7"),
         Flag("decay", "weight of unrolled step j is decay^j; default 0.8"),
         Flag("clip", "global norm of the gradient at most; default 0.5"),
-        Flag("objective", "entropy (default: EAGLE's) or acceptance (-log sum min(p, q))"),
+        Flag(
+            "objective",
+            "entropy (default: EAGLE's), acceptance (-log sum min(p, q)), or reached (that, by the chance of it)",
+        ),
         Flag("optimiser", "adamw (default), or muon: matrices move along their momentum made orthogonal"),
         Flag("int8", "train towards the rounding of an int8 export", "switch"),
         Flag("dtype", "of target and compute: bfloat16 (default) or float32; weights are float32"),

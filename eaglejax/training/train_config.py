@@ -107,8 +107,8 @@ class TrainConfig:
             )
         if self.warmup >= 1:
             raise ConfigError("out of range", where="warmup", found=self.warmup, expected="0 <= warmup < 1")
-        choices = {"head": ("own", "target"), "objective": ("entropy", "acceptance"), "dtype": ("bfloat16", "float32")}
-        choices["optimiser"] = ("adamw", "muon")
+        choices: dict[str, tuple[str, ...]] = {"head": ("own", "target"), "dtype": ("bfloat16", "float32")}
+        choices |= {"optimiser": ("adamw", "muon"), "objective": ("entropy", "acceptance", "reached")}
         for name, known in choices.items():
             if getattr(self, name) not in (known if name != "head" else (*known, None)):
                 raise ConfigError("unknown", where=name, found=getattr(self, name), expected=" or ".join(known))

@@ -157,7 +157,8 @@ def ttt(
         features: the captured target states of each place, joined low to high (`Draft.fuse` is applied here).
         teacher: the target's word at each place; nothing is shifted beforehand.
         steps: how many tokens are drafted at every place.
-        objective: the loss of a place, see `losses.vocabulary_loss`.
+        objective: the loss of a place, see `losses.vocabulary_loss`; "reached" weighs each place at step j by the chance that
+            the draft's steps before j are accepted there, the product of their sums of min(p, q), as drafting does.
 
     `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t.
     Place i counts at step j where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the
@@ -180,21 +181,24 @@ def ttt(
         normed = out if draft.norm is None else draft.norm(out)
         return out, normed, rows
 
-    def judge(step, normed):
+    def judge(step, normed, reach):
         same = segments.at(step) == text.segments
         wanted = counts.at(step) & same
         flat = lambda x: x.reshape(wanted.size, *x.shape[2:])
-        total, choices = vocabulary_loss(
+        total, choices, each = vocabulary_loss(
             flat(normed),
             draft.head.weight[...],
             flat_soft,
             flat(teachers.at(step + 1)),
             flat(wanted),
+            flat(reach),
             objective=objective,
             learn_head=draft.config.own_head,
         )
         choice = choices.reshape(wanted.shape)
-        return (
+        if objective == "reached":  # a place whose word the draft cannot say ends its chain
+            reach = reach * jnp.where(wanted, jnp.exp(-lax.stop_gradient(each.reshape(wanted.shape))), 0)
+        return reach, (
             total / wanted.size,
             jnp.sum(wanted & (choice == best.at(step + 1))).astype(jnp.float32),
             jnp.sum(loss.at(step) & same).astype(jnp.float32),
@@ -203,13 +207,14 @@ def ttt(
 
     hidden = draft.fuse(features)
     memories: list[list[KVRows]] = [[] for _ in draft.config.layers]
-    figures = []
+    figures, reach = [], jnp.ones(text.tokens.shape, jnp.float32)
     for step in range(steps):
         with jax.named_scope(f"unroll_{step}"):
             out, normed, rows = one(step, hidden, memories)
             hidden = normed if draft.config.norm_output else out
             memories = [[*memory, own] for memory, own in zip(memories, rows, strict=True)]
-            figures.append(judge(step, normed))
+            reach, told = judge(step, normed, reach)
+            figures.append(told)
     return Unrolled(*(jnp.stack(column) for column in zip(*figures, strict=True)))
 
 

@@ -57,6 +57,14 @@ def test_acceptance_by_hand():
     assert float(row_losses("acceptance", logits, soft)[0]) == pytest.approx(-np.log(0.2 + 0.2 + 0.2), rel=1e-6)
 
 
+def test_rows_weigh_as_told(parts):
+    hidden, head, soft, counted = parts
+    weights = jnp.linspace(0.1, 2.0, ROWS)
+    value, each = (vocabulary_loss(hidden, head, soft, ALL, counted, weights)[i] for i in (0, 2))
+    np.testing.assert_allclose(value, jnp.sum(jnp.where(counted, weights * each, 0)), rtol=1e-6)
+    np.testing.assert_allclose(each, row_losses("entropy", jnp.einsum("nd,wd->nw", hidden, head), soft), rtol=1e-5)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_finite_differences(parts, objective):
     hidden, head, soft, counted = parts

@@ -119,3 +119,24 @@ def test_the_unroll_drafts_what_drafting_drafts(case):
     teacher = teach(jnp.asarray(x["target_last_hidden"][:1, :size]), jnp.asarray(head), module.target_ids[...])
     out = ttt(module, text, jnp.asarray(features[None, :size]), teacher, 4)
     assert np.asarray(out.drafted)[:, 0, prompt - 2].tolist() == tree.tokens[1:].tolist()
+
+
+def test_reached_weighs_a_place_by_the_chance_of_getting_there(case):
+    """Loss on two places: of step 1 only the row that counted at step 0 is left, by its sum of min(p, q) there."""
+    draft, x, head = case
+    module, tokens = draft.draft, jnp.asarray(x["input_ids"], jnp.int32)
+    zeros = jnp.zeros_like(tokens)
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    teacher = teach(jnp.asarray(x["target_last_hidden"]), jnp.asarray(head), module.target_ids[...])
+    teacher, place = replace(teacher, known=jnp.ones_like(teacher.known)), 6
+
+    def losses(on: list[int], objective):
+        text = Text(tokens, places, zeros, zeros.at[0, jnp.asarray(on)].set(1) == 1)
+        return np.asarray(ttt(module, text, jnp.asarray(x["aux_hidden"]), teacher, 2, objective).losses)
+
+    one, both = losses([place], "acceptance"), losses([place, place + 1], "acceptance")
+    accepted = np.exp(-tokens.size * one[0])
+    assert 0 < accepted < 1
+    found = losses([place, place + 1], "reached")
+    np.testing.assert_allclose(found[0], both[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], accepted * (both[1] - one[1]), rtol=1e-4)
