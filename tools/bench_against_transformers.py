@@ -2,6 +2,7 @@
 
     pip install torch transformers accelerate gguf
     python tools/bench_against_transformers.py --tokens 64 --rounds 3
+    python tools/bench_against_transformers.py --dtype bfloat16 --device cuda --compiled --trees 3,1,4 7,1,8   (beside a GPU)
 
 Prints tokens per second of decoding (new tokens after the first over the time after the first) per engine: median and range over rounds.
 """
@@ -24,14 +25,14 @@ def transformers_speed(model, ids: list[int], tokens: int) -> float:
     """Tokens per second after the first token, by the difference of a long and a one-token run."""
     import torch
 
-    prompt = torch.tensor([ids])
+    prompt = torch.tensor([ids], device=model.device)
+    asked = {"do_sample": False, "use_cache": True, "pad_token_id": 2}
 
     def run(count: int) -> float:
         begin = time.perf_counter()
         with torch.no_grad():
-            model.generate(
-                prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True, pad_token_id=2
-            )
+            # .tolist waits for the device
+            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **asked)[0].tolist()
         return time.perf_counter() - begin
 
     return (tokens - 1) / (run(tokens) - run(1))
@@ -42,26 +43,42 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", default="smollm2-eagle3", help="a draft to measure speculation with, or 'none'")
+    parser.add_argument("--dtype", default="float32", help="of both: float32 or bfloat16")
+    parser.add_argument("--device", default="cpu", help="torch's: cpu or cuda")
+    parser.add_argument(
+        "--compiled", action="store_true", help="transformers with a static cache, which it compiles for"
+    )
+    parser.add_argument("--trees", nargs="*", default=[], help="num_steps,topk,num_draft_tokens, beside the default")
     args = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM
 
-    from eaglejax import EagleJaxEngine, Sampling
+    from eaglejax import EagleJaxEngine, Sampling, Speculation
     from eaglejax.checkpoint.builtin import builtin_path
 
     path = builtin_path("smollm2")
-    peer = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    engine = EagleJaxEngine.from_pretrained("smollm2", draft=None if args.draft == "none" else args.draft, slots=1)
+    peer = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=getattr(torch, args.dtype)
+    ).eval()
+    peer = peer.to(args.device)
+    if args.compiled:
+        peer.generation_config.cache_implementation = "static"
+    draft = None if args.draft == "none" else args.draft
+    engine = EagleJaxEngine.from_pretrained("smollm2", draft=draft, slots=1, dtype=args.dtype)
     asked = Sampling(max_new_tokens=args.tokens, ignore_eos=True)
     chats = [engine.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
     settings = {"eaglejax plain": None} | (
         {} if args.draft == "none" else {f"eaglejax {engine.speculation.describe()}": "auto"}
     )
+    for tree in args.trees:
+        spec = Speculation(*(int(n) for n in tree.split(",")))
+        settings[f"eaglejax {spec.describe()}"] = spec
     speeds: dict[str, list[float]] = {"transformers": [], **{name: [] for name in settings}}
-    taus: list[float] = []
+    taus: dict[str, list[float]] = {name: [] for name in settings}
     for setting in settings.values():
         engine.generate(chats[0], asked, speculation=setting)  # compile
-    transformers_speed(peer, chats[0], 8)
+    for _ in range(2):  # what it compiles, it compiles at the second call
+        transformers_speed(peer, chats[0], args.tokens)
     for _ in range(args.rounds):
         for ids in chats:
             speeds["transformers"].append(transformers_speed(peer, ids, args.tokens))
@@ -69,16 +86,18 @@ def main() -> None:
                 answer = engine.generate(ids, asked, speculation=setting)[0]
                 speeds[name].append(answer.stats.tokens_per_second)
                 if setting:
-                    taus.append(answer.stats.tau)
+                    taus[name].append(answer.stats.tau)
     base = statistics.median(speeds["transformers"])
+    where = f"{os.cpu_count()} cores" if args.device == "cpu" else torch.cuda.get_device_name()
     print(
-        f"SmolLM2-135M, float32, {os.cpu_count()} cores, {args.tokens} new tokens, {len(PROMPTS)} prompts x {args.rounds} rounds"
+        f"SmolLM2-135M, {args.dtype}, {where}, {args.tokens} new tokens, {len(PROMPTS)} prompts x {args.rounds} rounds"
     )
     for name, values in speeds.items():
         middle = statistics.median(values)
-        print(f"{name:60s} {middle:6.1f} tok/s ({min(values):.1f}-{max(values):.1f})  {middle / base:.2f}x")
-    if taus:
-        print(f"tau {statistics.mean(taus):.2f}")
+        print(
+            f"{name:60s} {middle:6.1f} tok/s ({min(values):.1f}-{max(values):.1f})  {middle / base:.2f}x"
+            + (f"  tau {statistics.mean(taus[name]):.2f}" if taus.get(name) else "")
+        )
 
 
 if __name__ == "__main__":
