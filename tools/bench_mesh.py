@@ -118,18 +118,20 @@ def shape_pair(changes: dict, mesh: Mesh | None, placement: Placement, dtype: st
 
 
 def step_times(pair: Pair, prompt: int = 1000, steps: int = 96, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds per plain step and per cycle of the chain, one slot, after a prompt; the median of the repeats."""
+    """Milliseconds per plain step and per cycle of the chain, greedy and sampled, one slot, after a prompt; the median of the repeats."""
     engine = EagleJaxEngine(pair, speculation=CHAIN, max_len=prompt + 4 * steps, slots=1)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, 32000, prompt)]
     out = {}
+    greedy = Sampling(max_new_tokens=steps, ignore_eos=True)
+    sampled = Sampling(max_new_tokens=steps, ignore_eos=True, temperature=0.7, top_p=0.95, top_k=20, seed=1)
     for name, setting in (("plain", None), ("chain", CHAIN)):
-        asked = Sampling(max_new_tokens=steps, ignore_eos=True)
-        engine.generate([ids], asked, speculation=setting)
-        spans = []
-        for _ in range(repeats):
-            stats = engine.generate([ids], asked, speculation=setting)[0].stats
-            spans.append(stats.decode_seconds / max(len(stats.accepted_per_cycle), 1) * 1e3)
-        out[name] = round(statistics.median(spans), 3)
+        for kind, asked in (("", greedy), (", sampled", sampled)):
+            engine.generate([ids], asked, speculation=setting)
+            spans = []
+            for _ in range(repeats):
+                stats = engine.generate([ids], asked, speculation=setting)[0].stats
+                spans.append(stats.decode_seconds / max(len(stats.accepted_per_cycle), 1) * 1e3)
+            out[name + kind] = round(statistics.median(spans), 3)
     return out
 
 
@@ -151,9 +153,8 @@ def main() -> None:
         print("microseconds per all-reduce (rows x width, bfloat16):", result["all_reduce_us"], flush=True)
     if "steps" in args.parts:
         settings = [("one device", None, Placement())]
-        settings += [
-            (f"model={args.model}, draft {kind}", mesh, Placement(draft=kind)) for kind in ("replicated", "sharded")
-        ]
+        kinds = ("replicated", "sharded") if args.model > 1 else ()
+        settings += [(f"model={args.model}, draft {kind}", mesh, Placement(draft=kind)) for kind in kinds]
         for name, where, placement in settings:
             result[name] = step_times(shape_pair({"num_hidden_layers": args.layers}, where, placement))
             print(f"{args.layers} layers, {name}: ms per step {result[name]}", flush=True)
