@@ -25,6 +25,7 @@ import numpy as np
 
 from eaglejax.kernels import select
 from eaglejax.kernels.experts import experts, routed_experts
+from eaglejax.kernels.experts_gpu_shape import summed
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
 from eaglejax.models.moe import route
@@ -169,9 +170,9 @@ def lower(way: str, weights: list[dict[str, jax.Array]], rows: jax.Array, config
 
     def layer_of(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
         if way == "fused":
-            out = routed_experts(x, layer["router"], None, None, *expert_arrays(layer), config=config)
-            if out is not None:  # else as "pallas"
-                return out
+            parts = routed_experts(x, layer["router"], None, None, *expert_arrays(layer), config=config)
+            if parts is not None:  # else as "pallas"
+                return summed(parts, x)
         ids, shares = choose(x, layer, config)
         if way == "route":
             return x * (shares.sum(axis=1, keepdims=True) + ids.sum(axis=1, keepdims=True)).astype(x.dtype)

@@ -98,7 +98,7 @@ def norm(scale: jax.Array) -> RMSNorm:
 
 def layer(rotates: bool, x, queries, update, scale, norms, positions) -> tuple[jax.Array, ...]:
     """The stream, its norm, queries, keys and values."""
-    x, normed = add_norm(x, update, norm(scale))
+    x, normed = add_norm(x, update, scale, 1e-6)
     if not rotates:
         return x, normed, queries, queries, queries
     batch, rows, _ = x.shape

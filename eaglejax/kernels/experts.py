@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eaglejax.kernels.experts_gpu_shape import packed_serves, route_serves, serves
+from eaglejax.kernels.experts_gpu_shape import Parts, packed_serves, route_serves, serves, summed
 from eaglejax.kernels.select import chosen_kernels, no_pallas, platform
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
@@ -46,6 +46,26 @@ def experts(
 
     Returns: [n, d] in the dtype of x, accumulated in float32.
     """
+    out = experts_or_parts(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, gather=gather
+    )
+    with jax.named_scope("experts"):
+        return summed(out, x)
+
+
+def experts_or_parts(
+    x: Float[Array, "n d"],
+    ids: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+    gate_up: Float[Array, "e 2 f d"] | PackedWeight,
+    down: Float[Array, "e d f"] | PackedWeight,
+    gate_up_bias: Float[Array, "e 2 f"] | None = None,
+    down_bias: Float[Array, "e d"] | None = None,
+    *,
+    activation: str = "silu",
+    gather: bool | None = None,
+) -> Float[Array, "n d"] | Parts:
+    """`experts`; where kernels serve, its parts: whoever adds them to something can sum them in the same pass."""
     with jax.named_scope("experts"):
         if gather is None and kernels_serve(x, gate_up, down, activation):
             from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
@@ -103,8 +123,8 @@ def routed_experts(
     down_bias: Float[Array, "e d"] | None = None,
     *,
     config: MoEConfig,
-) -> Float[Array, "n d"] | None:
-    """Router and `experts` in Mosaic kernels alone, all experts being on this device; None where they do not serve both."""
+) -> Parts | None:
+    """Router and `experts_or_parts` in Mosaic kernels alone, all experts being on this device; None where they do not serve both."""
     if not kernels_serve(x, gate_up, down, config.expert_activation):
         return None
     if route_serves(x.shape[0], config.experts, x.shape[1], x.dtype) is not None:

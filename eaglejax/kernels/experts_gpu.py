@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from eaglejax.kernels.expert_tables import NOBODY, chosen_words, expert_of, how_many, weight_table
 from eaglejax.kernels.experts import GPT_OSS_ALPHA, GPT_OSS_LIMIT
-from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Ring, Tables, down_ring, gateup_ring, padded_rows
+from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Parts, Ring, Tables, down_ring, gateup_ring, padded_rows
 from eaglejax.kernels.mosaic import OVER_ROWS, OVER_WEIGHTS, PARAMS, load
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -38,8 +38,8 @@ def experts_gpu(
     *,
     activation: str = "silu",
     interpret: Any = None,
-) -> Float[Array, "n d"]:
-    """`experts` (the same contract) for the shapes that `serves` lets through.
+) -> Parts:
+    """`experts` (the same contract, but for the sum of the parts) for the shapes that `serves` lets through.
 
     Arguments:
         interpret: how the kernels are interpreted on a CPU, for tests.
@@ -73,7 +73,7 @@ def experts_of_tables(
     topk: int,
     activation: str = "silu",
     interpret: Any = None,
-) -> Float[Array, "n d"]:
+) -> Parts:
     """`experts_gpu` of rows whose experts stand in tables; with ids and weights where there is a `down_bias`."""
     count, d, f = down.shape
     return launch(
@@ -104,8 +104,8 @@ def launch(
     topk: int,
     activation: str,
     interpret: Any,
-) -> Float[Array, "n d"]:
-    """Both kernels and the sum of the parts, for weights in any form.
+) -> Parts:
+    """Both kernels, for weights in any form; a `down_bias` is added here, to the sum of their parts.
 
     Arguments:
         gate_up, down: the arrays that each weight lies in.
@@ -119,21 +119,17 @@ def launch(
         x = jnp.pad(x, ((0, -n % 8), (0, 0)))
     first = _gateup(x.shape[0], slots, (count, 2, f, d), activation, len(biases), interpret, forms[0])
     inner, chosen = first(forms[0].order(x), tables.table, tables.words, *gate_up, *biases)
-    parts = _down(columns, slots, (count, d, f), interpret, forms[1])(
-        forms[1].order(inner), chosen, tables.words, *down
+    parts = Parts(
+        _down(columns, slots, (count, d, f), interpret, forms[1])(forms[1].order(inner), chosen, tables.words, *down)
     )
-    # a chain of additions, not a reduction: its order must be the same in every program
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    total = total[:n]
-    if down_bias is not None:
-        ids, weights = tables.ids, tables.weights
-        assert ids is not None and weights is not None
-        for place in range(topk):
-            bias = jnp.take(down_bias, ids[:, place], axis=0, mode="clip").astype(jnp.float32)
-            total = total + jnp.where(ids[:, place, None] < count, weights[:, place, None] * bias, 0)
-    return total.astype(x.dtype)
+    if down_bias is None:
+        return parts
+    total, ids, weights = parts.total(n), tables.ids, tables.weights
+    assert ids is not None and weights is not None
+    for place in range(topk):
+        bias = jnp.take(down_bias, ids[:, place], axis=0, mode="clip").astype(jnp.float32)
+        total = total + jnp.where(ids[:, place, None] < count, weights[:, place, None] * bias, 0)
+    return Parts(total[None])
 
 
 def _act(activation: str, gate, up):

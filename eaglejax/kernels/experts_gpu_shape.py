@@ -42,6 +42,27 @@ class Tables(NamedTuple):
     weights: Float[Array, "n k"] | None = None
 
 
+class Parts(NamedTuple):
+    """The sum over the experts of each row, in the parts in which the kernels leave it: each is over its own range of every expert's width.
+
+    sums: [parts, rows or more, d], float32; rows beyond those of the pass hold anything.
+    """
+
+    sums: Float[Array, "p columns d"]
+
+    def total(self, rows: int) -> Float[Array, "n d"]:
+        """Of so many rows, in float32. A chain of additions, not a reduction: its order must be the same in every program."""
+        total = self.sums[0]
+        for part in self.sums[1:]:
+            total = total + part
+        return total[:rows]
+
+
+def summed(out: Float[Array, "n d"] | Parts, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """What the experts make of the rows x, in the dtype of x, where it may be in parts still."""
+    return out.total(x.shape[0]).astype(x.dtype) if isinstance(out, Parts) else out
+
+
 def padded_rows(rows: int) -> int:
     """Columns of the tensor cores' product for so many rows."""
     return next(columns for columns in (8, 16, 32, 64) if rows <= columns)

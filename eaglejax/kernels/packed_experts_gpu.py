@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from eaglejax.kernels.expert_tables import chosen_words, weight_table
 from eaglejax.kernels.experts_gpu import launch
-from eaglejax.kernels.experts_gpu_shape import PART, TILE, Ring, Tables, packed_ring, padded_rows
+from eaglejax.kernels.experts_gpu_shape import PART, TILE, Parts, Ring, Tables, packed_ring, padded_rows
 from eaglejax.kernels.mosaic import load
 from eaglejax.models.packed import PackedWeight
 
@@ -211,8 +211,8 @@ def packed_experts_gpu(
     *,
     activation: str = "silu",
     interpret: Any = None,
-) -> Float[Array, "n d"]:
-    """`experts` (the same contract) for what `serves` and `packed_serves` let through.
+) -> Parts:
+    """`experts` (the same contract, but for the sum of the parts) for what `serves` and `packed_serves` let through.
 
     Weights have the values of `PackedWeight.take`, bit for bit.
     """
@@ -245,7 +245,7 @@ def _experts(
     forms: tuple[Packed, Packed],
     activation: str,
     interpret: Any,
-) -> Float[Array, "n d"]:
+) -> Parts:
     words, table = chosen_words(ids, shape[0]), weight_table(ids, weights, shape[0], padded_rows(x.shape[0]))
     return launch(
         x,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from eaglejax.kernels.experts_gpu_shape import Parts, summed
 from eaglejax.kernels.select import no_pallas
 from eaglejax.models.config import GQAConfig
-from eaglejax.models.layers import RMSNorm
+from eaglejax.models.layers import RMSNorm, rms_norm
 from eaglejax.models.rope import rotate
 
 MOST_ROWS = 64
@@ -17,21 +20,27 @@ THREADS = 128
 
 
 def add_norm(
-    x: Float[Array, "b t d"], update: Float[Array, "b t d"], norm: RMSNorm
+    x: Float[Array, "b t d"], update: Float[Array, "b t d"] | Parts, scale: Float[Array, " d"], eps: float
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b t d"]]:
-    """The residual stream x + update, and what `norm` makes of it."""
-    scale = norm.scale[...]
-    dtypes = [array.dtype for array in (x, update, scale)]
+    """The residual stream x + update, and its root-mean-square norm times scale.
+
+    Arguments:
+        update: parts are summed first, in their order and in float32, and the sum is rounded to the dtype of x.
+    """
+    # parts are float32 in any case
+    dtypes = [array.dtype for array in (x, scale, x if isinstance(update, Parts) else update)]
     if no_pallas() is None and add_norm_serves(x.size // x.shape[-1], x.shape[-1], dtypes) is None:
         from eaglejax.kernels.add_norm_gpu import add_norm_gpu
 
         with jax.named_scope("add_norm"):
-            return add_norm_gpu(x, update, scale, eps=norm.eps)
+            return add_norm_gpu(x, update, scale, eps=eps)
+    if isinstance(update, Parts):
+        update = summed(update, x.reshape(-1, x.shape[-1])).reshape(x.shape)
     x = x + update
-    return x, norm(x)
+    return x, rms_norm(x, scale, eps)
 
 
-def add_norm_serves(rows: int, d: int, dtypes: list[DTypeLike]) -> str | None:
+def add_norm_serves(rows: int, d: int, dtypes: Sequence[DTypeLike]) -> str | None:
     """Why the kernel cannot do this, or None."""
     if reason := _rows_or_dtypes(rows, dtypes):
         return reason
@@ -73,7 +82,7 @@ def norm_rotate(
     return rotate(queries, positions, config.rope), rotate(keys, positions, config.rope), values
 
 
-def norm_rotate_serves(rows: int, config: GQAConfig, dtypes: list[DTypeLike]) -> str | None:
+def norm_rotate_serves(rows: int, config: GQAConfig, dtypes: Sequence[DTypeLike]) -> str | None:
     """Why the kernel cannot do this, or None."""
     if reason := _rows_or_dtypes(rows, dtypes):
         return reason
@@ -87,7 +96,7 @@ def norm_rotate_serves(rows: int, config: GQAConfig, dtypes: list[DTypeLike]) ->
     return None
 
 
-def _rows_or_dtypes(rows: int, dtypes: list[DTypeLike]) -> str | None:
+def _rows_or_dtypes(rows: int, dtypes: Sequence[DTypeLike]) -> str | None:
     if rows > MOST_ROWS:
         return f"at most {MOST_ROWS} rows, not {rows}"
     if any(dtype != jnp.bfloat16 for dtype in dtypes):

@@ -50,9 +50,13 @@ class TwiceTarget(Target):
             return once
         return super().__call__(_waiting(tokens, once.hidden), step, caches, boundaries)
 
-    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
-        once = super().logits(hidden)
-        return once if self.part != HEAD else super().logits(_waiting(hidden, once))
+    def logits(
+        self, hidden: Float[Array, "*lead d"], normed: Float[Array, "*lead d"] | None = None
+    ) -> Float[Array, "*lead v"]:
+        once = super().logits(hidden, normed)
+        if self.part != HEAD:
+            return once
+        return super().logits(_waiting(hidden, once), None if normed is None else _waiting(normed, once))
 
 
 class TwiceDraft(Draft):

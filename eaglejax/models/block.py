@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from eaglejax.kernels.experts_gpu_shape import Parts
 from eaglejax.kernels.row_kernels import add_norm
 from eaglejax.models.attention import GroupedQueryAttention
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig
@@ -53,10 +54,27 @@ class Block(nnx.Module):
         self.mlp = build_mlp(config.mlp, hidden_size, dtype=dtype, split=split)
 
     def __call__(
-        self, x: Float[Array, "b t d"], step: Step, cache: KVRows, earlier: KVRows | None = None
-    ) -> tuple[Float[Array, "b t d"], KVRows]:
-        """The residual stream after the block, and the t own rows for the cache."""
+        self,
+        x: Float[Array, "b t d"],
+        step: Step,
+        cache: KVRows,
+        earlier: KVRows | None = None,
+        *,
+        normed: Float[Array, "b t d"] | None = None,
+        next_scale: Float[Array, " d"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t d"] | None, KVRows]:
+        """The residual stream after the block; the norm of it that follows, where one kernel makes both; the t own rows for the cache.
+
+        Arguments:
+            normed: what `input_norm` makes of x, where it is there already.
+            next_scale: of the norm that follows, whose eps is that of `input_norm`. An array, so that alike blocks have one trace.
+        """
         with jax.named_scope("block"):
-            mixed, rows = self.attention(self.input_norm(x), step, cache, earlier)
-            x, normed = add_norm(x, mixed, self.post_norm)
-            return x + self.mlp(normed), rows
+            mixed, rows = self.attention(self.input_norm(x) if normed is None else normed, step, cache, earlier)
+            x, normed = add_norm(x, mixed, self.post_norm.scale[...], self.post_norm.eps)
+            if next_scale is None or not isinstance(self.mlp, MoE):
+                return x + self.mlp(normed), None, rows
+            update = self.mlp.unsummed(normed)
+            if isinstance(update, Parts):
+                return *add_norm(x, update, next_scale, self.input_norm.eps), rows
+            return x + update, None, rows

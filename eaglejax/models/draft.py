@@ -111,7 +111,7 @@ class FirstLayer(nnx.Module):
         normed = hidden if self.hidden_norm is None else self.hidden_norm(hidden)
         stream = normed if self.norm_before_residual else hidden
         mixed, rows = self.attention(jnp.concatenate([embedded, normed], axis=-1), step, cache, earlier)
-        stream, normed = add_norm(stream, mixed, self.post_norm)
+        stream, normed = add_norm(stream, mixed, self.post_norm.scale[...], self.post_norm.eps)
         return stream + self.mlp(normed), rows
 
 
@@ -167,7 +167,7 @@ class Draft(nnx.Module):
             x, own = traced_once(self.first, embedded, hidden.astype(self.dtype), step, caches[0], before[0])
             rows = [own]
             for block, cache, previous in zip(self.others, caches[1:], before[1:], strict=True):
-                x, own = traced_once(block, x, step, cache, previous)
+                x, _, own = traced_once(block, x, step, cache, previous)
                 rows.append(own)
             feedback = self.norm(x) if self.norm is not None and self.config.norm_output else x
             return DraftOutput(x, feedback, rows)

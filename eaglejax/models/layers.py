@@ -77,9 +77,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * wide.astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+def rms_norm(x: Float[Array, "*lead n"], scale: Float[Array, " n"], eps: float) -> Float[Array, "*lead n"]:
+    """What an `RMSNorm` with this scale makes of x."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return scale * wide.astype(x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eaglejax.kernels.experts import experts, routed_experts
+from eaglejax.kernels.experts import experts_or_parts, routed_experts
+from eaglejax.kernels.experts_gpu_shape import Parts, summed
 from eaglejax.models.config import DenseConfig, MoEConfig
 from eaglejax.models.layers import MLP, param, project
 from eaglejax.models.packed import PackedWeight
@@ -156,11 +157,14 @@ class Experts(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "n d"], ids: Int[Array, "n k"], weights: Float[Array, "n k"]
-    ) -> Float[Array, "n d"]:
-        """Arguments: ids of all experts, [n, k] ascending; weights float32."""
+    ) -> Float[Array, "n d"] | Parts:
+        """Their weighted sum for each row, or its parts where the kernels serve.
+
+        Arguments: ids of all experts, [n, k] ascending; weights float32.
+        """
         if "e" in self.over.names:
             ids = self._own(ids)
-        return experts(x, ids, weights, *self.arrays(), activation=self.activation)
+        return experts_or_parts(x, ids, weights, *self.arrays(), activation=self.activation)
 
     def arrays(self) -> tuple[Any, Any, Array | None, Array | None]:
         """This device's weights and biases, in the order in which the kernels take them."""
@@ -205,9 +209,19 @@ class MoE(nnx.Module):
         self.shared_gate = param((1, features), (None, "d"), dtype) if config.shared_gate else None
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        out = self.unsummed(x)
+        with jax.named_scope("moe"):
+            return summed(out, x.reshape(-1, x.shape[-1])).reshape(x.shape) if isinstance(out, Parts) else out
+
+    def unsummed(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"] | Parts:
+        """The same; in parts where kernels leave them and nothing but the routed experts of this device adds to them."""
         with jax.named_scope("moe"):
             rows = x.reshape(-1, x.shape[-1])
             out = self._routed(rows)
+            if isinstance(out, Parts):
+                if self.shared is None and self.over.axis is None:
+                    return out
+                out = summed(out, rows)
             if self.shared is not None:
                 shared = self.shared(rows)
                 if self.shared_gate is not None:
@@ -220,7 +234,7 @@ class MoE(nnx.Module):
                 out = self.over.sum(out)
             return out.reshape(x.shape)
 
-    def _routed(self, rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    def _routed(self, rows: Float[Array, "n d"]) -> Float[Array, "n d"] | Parts:
         # the kernels of both keep what is watched to themselves, and know no experts of other devices
         if watched() is None and "e" not in self.over.names:
             out = routed_experts(rows, *self.router.arrays(), *self.experts.arrays(), config=self.config)

@@ -23,6 +23,7 @@ class TargetOutput:
     """What one forward pass gives."""
 
     hidden: Float[Array, "b t d"]  # boundary L: the residual stream after the last block, before the final norm
+    normed: Float[Array, "b t d"] | None  # after it, where the last block made it in the same kernel
     captured: tuple[Float[Array, "b t d"], ...]  # the boundaries asked for, in the order asked
     rows: list[KVRows]  # the t own rows of every layer, which the caller writes to its caches
 
@@ -63,21 +64,28 @@ class Target(nnx.Module):
             with jax.named_scope("embedding"):
                 x = self.embedding(tokens)
             wanted, rows = {0: x}, []
+            norms, normed = [*(layer.input_norm for layer in self.layers), self.norm], None
             for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
                 with jax.named_scope(f"layer_{index}"):
-                    x, own = traced_once(layer, x, step, cache)
+                    scale = norms[index + 1].scale[...]
+                    x, normed, own = traced_once(layer, x, step, cache, normed=normed, next_scale=scale)
                 wanted[index + 1] = x
                 rows.append(own)
-            return TargetOutput(x, tuple(wanted[boundary] for boundary in boundaries), rows)
+            return TargetOutput(x, normed, tuple(wanted[boundary] for boundary in boundaries), rows)
 
-    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+    def logits(
+        self, hidden: Float[Array, "*lead d"], normed: Float[Array, "*lead d"] | None = None
+    ) -> Float[Array, "*lead v"]:
         """Final norm and head of boundary `num_layers`; accumulated in float32 and not rounded.
+
+        Arguments:
+            normed: the final norm of `hidden`, where it is there already.
 
         Where the vocabulary is split (`split.vocab`) these are the logits of this device's part of it.
         """
         with jax.named_scope("head"):
             weight = self.embedding.weight if self.head is None else self.head.weight
-            return project(self.norm(hidden), weight[...], jnp.float32)
+            return project(self.norm(hidden) if normed is None else normed, weight[...], jnp.float32)
 
     def empty_caches(self, batch: int, rows: int) -> list[KVRows]:
         """One cache of zeros per layer, [batch, rows, ...]."""

@@ -41,7 +41,8 @@ def verify(
         positions = root_positions[:, None] + tree.depths
         step = Step(positions, tree.mask, positions, root_positions)
         out = models.target(tree.tokens, step, cache, models.boundaries)
-        draws = draw(models.target.logits(out.hidden), positions + 1, request, models.target.split.vocab)
+        logits = models.target.logits(out.hidden, out.normed)
+        draws = draw(logits, positions + 1, request, models.target.split.vocab)
         return Verdict(draws, join_features(out.captured, out.hidden), out.rows)
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from eaglejax.kernels import select
 from eaglejax.kernels.experts import experts
-from eaglejax.kernels.experts_gpu_shape import SHARED, TILE, padded_rows, route_columns, route_serves
+from eaglejax.kernels.experts_gpu_shape import SHARED, TILE, padded_rows, route_columns, route_serves, summed
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
 from eaglejax.models.moe import MoE, route, watching_routers
@@ -195,9 +195,10 @@ def test_the_experts_read_the_tables():
     arrays = draw(0, 24, 2, 64, D), draw(1, 24, D, 64), draw(2, 24, 2, 64), draw(3, 24, D)
     tables = run(x, weight, bias, None, config, True)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    got = experts_of_tables(jnp.asarray(x), tables, *arrays, topk=3, activation="gpt_oss", interpret=params)
+    x = jnp.asarray(x)
+    got = summed(experts_of_tables(x, tables, *arrays, topk=3, activation="gpt_oss", interpret=params), x)
     ids, weights = map(jnp.asarray, reference(x, weight, bias, None, config))
-    want = np.asarray(experts(jnp.asarray(x), ids, weights, *arrays, activation="gpt_oss")).astype(np.float32)
+    want = np.asarray(experts(x, ids, weights, *arrays, activation="gpt_oss")).astype(np.float32)
     np.testing.assert_allclose(np.asarray(got).astype(np.float32), want, atol=1.5e-2 * np.abs(want).max(), rtol=0)
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from eaglejax.kernels import row_kernels, select
+from eaglejax.kernels.experts_gpu_shape import Parts, down_ring, padded_rows, summed
 from eaglejax.models.config import GQAConfig, RopeConfig
 from eaglejax.models.layers import RMSNorm
 
@@ -113,7 +114,7 @@ def test_add_and_norm(rows, d):
     from eaglejax.kernels.add_norm_gpu import add_norm_gpu
 
     x, update, scale = draw(0, 1, rows, d), draw(1, 1, rows, d), 1 + draw(2, d) / 4
-    total, normed = row_kernels.add_norm(x, update, norm(scale))
+    total, normed = row_kernels.add_norm(x, update, scale, 1e-6)
     got = interpreted(add_norm_gpu, x, update, scale, eps=1e-6)
     assert row_kernels.add_norm_serves(rows, d, [x.dtype]) is None
     np.testing.assert_array_equal(ordered(got[0]), ordered(total))
@@ -130,6 +131,73 @@ def test_bad_streams_spoil_no_others():
     for one, other in zip(clean, spoilt, strict=True):
         np.testing.assert_array_equal(ordered(one[:, ::2]), ordered(other[:, ::2]))
         assert not np.isfinite(other[:, 1::2].astype(float)).all()
+
+
+def parts_of(seed, parts, rows, d, extra=0):
+    """Sums in parts as the experts leave them; rows beyond those of the pass are NaN."""
+    sums = np.random.default_rng(seed).standard_normal((parts, rows + extra, d)).astype(np.float32)
+    sums[:, rows:] = np.nan
+    return Parts(jnp.asarray(sums))
+
+
+@pytest.mark.parametrize(
+    ("lead", "d", "parts", "extra"),
+    [((1, 1), 2048, 4, 7), ((1, 3), 576, 3, 5), ((2, 2), 2880, 1, 0), ((3, 3), 132, 8, 7), ((1, 1), 8192, 2, 7)],
+)
+def test_sums_in_parts(lead, d, parts, extra):
+    """The stream bit for bit as in jnp, the norm bit for bit as where the sum is made before."""
+    from eaglejax.kernels.add_norm_gpu import add_norm_gpu
+
+    x, scale = draw(0, *lead, d), 1 + draw(2, d) / 4
+    update = parts_of(1, parts, lead[0] * lead[1], d, extra)
+    total, normed = row_kernels.add_norm(x, update, scale, 1e-6)
+    got = interpreted(add_norm_gpu, x, update, scale, eps=1e-6)
+    assert got[0].shape == got[1].shape == (*lead, d) and np.isfinite(got[1].astype(float)).all()
+    np.testing.assert_array_equal(ordered(got[0]), ordered(total))
+    assert ulps(got[1], normed).max() <= 2 and (ulps(got[1], normed) > 0).mean() < 0.01
+    before = summed(update, x.reshape(-1, d)).reshape(x.shape)
+    for one, other in zip(got, interpreted(add_norm_gpu, x, before, scale, eps=1e-6), strict=True):
+        np.testing.assert_array_equal(ordered(one), ordered(other))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_bad_parts_spoil_no_other_rows():
+    """Nor do the other rows' number and contents show in a row."""
+    from eaglejax.kernels.add_norm_gpu import add_norm_gpu
+
+    x, update, scale = draw(0, 1, 5, 576), parts_of(1, 4, 5, 576, 3), draw(2, 576)
+    clean = interpreted(add_norm_gpu, x, update, scale, eps=1e-6)
+    bad = Parts(update.sums.at[0, 1, 3].set(jnp.nan).at[3, 3].set(jnp.inf))
+    spoilt = interpreted(add_norm_gpu, x, bad, scale, eps=1e-6)
+    alone = interpreted(add_norm_gpu, x[:, 2:3], Parts(update.sums[:, 2:3]), scale, eps=1e-6)
+    for one, other, single in zip(clean, spoilt, alone, strict=True):
+        np.testing.assert_array_equal(ordered(one[:, ::2]), ordered(other[:, ::2]))
+        np.testing.assert_array_equal(ordered(one[:, 2:3]), ordered(single))
+        assert not np.isfinite(other[:, 1::2].astype(float)).all()
+
+
+# hidden size, and width of an expert: what its sums are cut by
+MIXTURES = {
+    "qwen3-30b-a3b": (2048, 768),
+    "gpt-oss-20b": (2880, 2880),
+    "mixtral-8x7b": (4096, 14336),
+    "kimi-k2": (7168, 2048),
+    "widest": (8192, 512),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_parts_lower_for_a_gpu(name, rows):
+    d, f = MIXTURES[name]
+    columns = padded_rows(rows)
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
+    sums = shape(jnp.float32, down_ring(columns, d, f).parts, columns, d)
+    arrays = shape(jnp.bfloat16, 1, rows, d), Parts(sums), shape(jnp.bfloat16, d)  # pyright: ignore[reportArgumentType]
+    with select.compiling_for("gpu"):
+        traced = jax.jit(lambda *given: row_kernels.add_norm(*given, 1e-6)).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1 and "stablehlo.add" not in text
 
 
 # hidden size and attention
@@ -151,7 +219,7 @@ def test_lowers_for_a_gpu(name, rows):
 
     def layer(x, update, scale, queries, both, positions, q_scale, k_scale):
         norms = (norm(q_scale), norm(k_scale)) if given.qk_norm else None
-        return row_kernels.add_norm(x, update, norm(scale)), row_kernels.norm_rotate(
+        return row_kernels.add_norm(x, update, scale, 1e-6), row_kernels.norm_rotate(
             queries, both, norms, positions, given
         )
 
