@@ -1,7 +1,7 @@
 """What the parts of a cycle cost here: verification by rows, the draft by levels and children; each timed alone, in a compiled loop,
 behind as many tokens as answers stand behind.
 
-A cycle is then overhead + draft(num_steps, topk) + verify(num_draft_tokens), each with what it writes. Between measured
+A cycle is then draft(num_steps, topk) + verify(num_draft_tokens), each with what it writes; a plain one is timed whole. Between measured
 numbers of rows the curve is straight in what the target reads: in the rows of a dense target, in the distinct experts that the rows touch
 on the busiest device of a mixture (`touched.py`, random routing), where costs rise fast at first and then hardly.
 """
@@ -40,28 +40,27 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REPEATS, ROUNDS = 4, 3  # rounds of a part in one call; calls in each context of which the median counts
 PLAIN_CYCLES = 16  # of one call of plain decoding: an answer's call has more, so the host's part of it must be small
 DRAFTED = 3  # levels of the deeper of two drafts whose difference is a level's cost
-OVERHEAD = "plain cycle"
+WHOLE_PLAIN = "plain cycle"
 
 
 @dataclass(frozen=True)
 class CostCurve:
     """Milliseconds with `slots` slots. `verify`: by rows per slot. `draft`: by topk, of draft extend with level 1 and of each level more.
-    `overhead`: of a plain cycle beyond verifying its one row."""
+    `plain`: of a plain cycle, whose program captures nothing for a draft."""
 
     slots: int
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
-    overhead: float
+    plain: float
     target: TargetConfig
     devices: int
 
     def cycle_ms(self, tree: Speculation) -> float:
         """Of a cycle with this tree."""
         if tree.num_steps == 0:
-            return self.overhead + self.verify_ms(1)
+            return self.plain
         first, further = self._draft(tree.topk)
-        draft = first + (tree.num_steps - 1) * further
-        return self.overhead + draft + self.verify_ms(tree.nodes)
+        return first + (tree.num_steps - 1) * further + self.verify_ms(tree.nodes)
 
     def verify_ms(self, rows: int) -> float:
         """Straight between the measured numbers of rows, and on beyond the last."""
@@ -125,8 +124,7 @@ def measure_curves(
         middle = _milliseconds(programs, plain, parts, sampling, contexts, advance)
         verified = {n: middle[n] for n in rows}
         drafts = {k: (middle[k, 1], max(0.0, (middle[k, DRAFTED] - middle[k, 1]) / (DRAFTED - 1))) for k in topks}
-        overhead = max(0.0, middle[OVERHEAD] - verified[rows[0]])
-        curves[name] = CostCurve(len(contexts[0]), verified, drafts, overhead, target, devices)
+        curves[name] = CostCurve(len(contexts[0]), verified, drafts, middle[WHOLE_PLAIN], target, devices)
     return curves
 
 
@@ -138,7 +136,7 @@ def _milliseconds(
     contexts: Sequence[Sequence[int]],
     advance: Callable[[int], object],
 ) -> dict[object, float]:
-    """Of every part and of a plain cycle (`OVERHEAD`): the mean over the contexts of the medians in each. All take turns."""
+    """Of every part and of a plain cycle (`WHOLE_PLAIN`): the mean over the contexts of the medians in each. All take turns."""
     states = [_prefilled(which, sampling, contexts) for which in (programs, plain)]
     ended = np.zeros(states[1].length.shape, bool)
     times: dict[tuple[object, int | None], list[float]] = {}
@@ -155,11 +153,11 @@ def _milliseconds(
         begin = time.perf_counter()
         states[1] = jax.block_until_ready(plain.decode(state, PLAIN_CYCLES, ended))
         taken = 1e3 * (time.perf_counter() - begin)
-        times.setdefault((OVERHEAD, place), []).append(taken / max(1, int(fetch(states[1].cycles).max())))
+        times.setdefault((WHOLE_PLAIN, place), []).append(taken / max(1, int(fetch(states[1].cycles).max())))
     programs.keep(states[0])
     plain.keep(states[1])
     middle = lambda key: statistics.mean(statistics.median(times[key, place]) for place in places)
-    return {key: middle(key) for key in (*parts, OVERHEAD)}
+    return {key: middle(key) for key in (*parts, WHOLE_PLAIN)}
 
 
 def _prefilled(programs: Programs, sampling: Sampling, contexts: Sequence[Sequence[int]]) -> State:

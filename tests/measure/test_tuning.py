@@ -224,14 +224,14 @@ def target(mlp) -> TargetConfig:
 
 def test_costs_between_the_measured_rows():
     points, draft = {1: 10.0, 4: 16.0, 16: 28.0}, {1: (2.0, 1.0), 4: (3.0, 2.0)}
-    dense = CostCurve(1, points, draft, 0.5, target(DenseConfig(48)), 1)
-    assert dense.cycle_ms(Speculation(num_steps=0)) == 10.5
-    assert dense.cycle_ms(Speculation(3, 1)) == pytest.approx(0.5 + 2 + 2 * 1 + 16)
+    dense = CostCurve(1, points, draft, 9.5, target(DenseConfig(48)), 1)
+    assert dense.cycle_ms(Speculation(num_steps=0)) == 9.5
+    assert dense.cycle_ms(Speculation(3, 1)) == pytest.approx(2 + 2 * 1 + 16)
     assert dense.verify_ms(10) == pytest.approx(22)
-    assert dense.cycle_ms(Speculation(2, 2, 4)) == pytest.approx(0.5 + 2 + 1 / 3 + 1 + 1 / 3 + 16)
+    assert dense.cycle_ms(Speculation(2, 2, 4)) == pytest.approx(2 + 1 / 3 + 1 + 1 / 3 + 16)
     # experts are touched fast at first: two rows cost more than a straight line says
     mixture = MoEConfig(experts=16, topk=4, width=16, score="softmax")
-    sparse = CostCurve(1, points, draft, 0.5, target(mixture), 1)
+    sparse = CostCurve(1, points, draft, 9.5, target(mixture), 1)
     touched = [16 * (1 - 0.75**rows) for rows in (1, 2, 4)]
     share = (touched[1] - touched[0]) / (touched[2] - touched[0])
     assert sparse.verify_ms(2) == pytest.approx(10 + 6 * share, rel=1e-2)
