@@ -18,7 +18,7 @@ from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.state import State
 from eaglejax.wave import Job, Wave
 
-PROMPT, CYCLES = 8, 6  # tokens of a prompt; cycles of one timed call
+CONTEXT, CYCLES = 64, 6  # tokens of a prompt where nothing is known of the requests; cycles of one timed call
 MOST_ROUNDS, BUDGET_SECONDS = 5, 3.0  # rounds over all choices; time after the first, which compiles
 PARTS = 1_000_000  # costs are shared between processes as whole millionths
 
@@ -40,10 +40,10 @@ def forced(policy: Policy, choice: int, catch_up: bool = False) -> Policy:
 
 
 class _Run:
-    """A wave of random prompts that is decoded a few cycles at a time."""
+    """A wave of random prompts of `context` tokens, or as many as there is room for, that is decoded a few cycles at a time."""
 
-    def __init__(self, programs: Programs, width: int):
-        self.programs, self.width, self.state = programs, width, None
+    def __init__(self, programs: Programs, width: int, context: int):
+        self.programs, self.width, self.context, self.state = programs, width, context, None
         self.ended = np.zeros(width, bool)
 
     def seconds_per_cycle(self, policy: Policy, cycles: int) -> float:
@@ -64,7 +64,7 @@ class _Run:
             self.programs.keep(self.state)
         vocabulary = self.programs.vocab_size
         random = np.random.default_rng(0)
-        size = min(PROMPT, max(1, longest - 1))
+        size = min(self.context, max(1, longest - 1))
         prompts = random.integers(0, vocabulary, (self.width, size)).tolist()
         jobs = [Job(prompt, Sampling(max_new_tokens=self.programs.max_len), 0, ()) for prompt in prompts]
         return Wave(self.programs, jobs, None, self.width).prefilled()
@@ -74,8 +74,8 @@ class _Run:
             self.programs.keep(self.state)
 
 
-def measure_costs(programs: Programs, width: int) -> Costs:
-    """Costs of the choices of `programs` with `width` slots. Compiles what decoding would compile, then takes some seconds at most.
+def measure_costs(programs: Programs, width: int, context: int = CONTEXT) -> Costs:
+    """Costs of the choices of `programs` with `width` slots behind `context` tokens. Compiles what decoding would, then takes some seconds.
 
     With several processes those of process 0, in all of them.
     """
@@ -85,8 +85,8 @@ def measure_costs(programs: Programs, width: int) -> Costs:
     tables = prior_policy(auto)
     modes = [forced(tables, choice) for choice in range(len(auto.choices))] + [forced(tables, 0, True)]
     placed = [programs.place_policy(mode) for mode in modes]
-    run = _Run(programs, programs.slots_for(width, width))
-    cycles = max(1, min(CYCLES, (programs.max_len - PROMPT - 2) // (auto.num_steps + 1)))
+    run = _Run(programs, programs.slots_for(width, width), context)
+    cycles = max(1, min(CYCLES, (programs.max_len // 2) // (auto.num_steps + 1)))
     once = lambda: [run.seconds_per_cycle(policy, cycles) for policy in placed]
     once()
     rounds, warm = [], time.perf_counter()

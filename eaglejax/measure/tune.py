@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 CHAIN_STEPS, TREE_STEPS, TOPK = 7, 5, 4  # of the widest trees of the calibration
 BEST, CONFIRM_ROUNDS = 3, 3  # settings of each class that are run in any case; how often
-CURVE_TOKENS = 24  # of a plain answer beside the parts of a cycle
+CONTEXTS = 3  # waves of the calibration behind whose tokens costs are measured
 MOST_TREES = 3  # of "auto": each is compiled
 HARDNESS = (0.5, 1.0, 2.0)  # texts for which "auto" gets the best tree: easier than the calibration's, like it, harder
 SETS = ("mt_bench", "gsm8k", "humaneval")
@@ -40,6 +41,13 @@ class Found:
     sampling: Sampling
     chains: list[Text]
     broad: list[Text]
+
+    def contexts(self, asked: Sequence[Sequence[int]], slots: int) -> list[list[int]]:
+        """Tokens that stand in every slot in the middle of an answer: of waves that go from the shortest to the longest."""
+        standing = [len(prompt) + len(text.tokens) // 2 for prompt, text in zip(asked, self.chains, strict=True)]
+        waves = sorted((standing[first : first + slots] for first in range(0, len(standing), slots)), key=max)
+        few = min(CONTEXTS, len(waves))
+        return [waves[(2 * index + 1) * len(waves) // (2 * few)] for index in range(few)]
 
     def replayed(self, wanted: Sequence[Speculation]) -> dict[Speculation, Replayed]:
         """Every setting on the calibration's texts."""
@@ -84,7 +92,7 @@ def tune(
 
     looking = _looking(engine)
     found = {name: _calibrate(looking, asked, sampling, slots, told) for name, sampling in classes.items()}
-    curves = _curves(engine, asked, classes, rows, told)
+    curves = _curves(engine, asked, found, rows, told)
     most = min(pair.draft.config.draft_vocab_size, TOPK)
     wanted = settings(CHAIN_STEPS, TREE_STEPS, most, max(rows))
     predicted = {name: _predict(each.replayed(wanted), curves[name]) for name, each in found.items()}
@@ -94,7 +102,10 @@ def tune(
     trees = choose_trees([(found[name].replayed(wanted), curves[name]) for name in classes])
     auto = Auto(trees)
     with told("costs of the chosen trees", 1) as advance:
-        costs = measure_costs(engine._programs_for(auto), slots)
+        middle = statistics.mean(
+            tokens for each in found.values() for wave in each.contexts(asked, slots) for tokens in wave
+        )
+        costs = measure_costs(engine._programs_for(auto), slots, round(middle))
         advance(1)
     acceptance = {}
     for name, each in found.items():
@@ -156,48 +167,47 @@ def _calibrate(looking: LookAhead, asked: list[list[int]], sampling: Sampling, s
 
 
 def _curves(
-    engine: EagleJaxEngine,
-    asked: list[list[int]],
-    classes: Mapping[str, Sampling],
-    rows: Sequence[int],
-    told: Progress,
+    engine: EagleJaxEngine, asked: list[list[int]], classes: Mapping[str, Found], rows: Sequence[int], told: Progress
 ) -> dict[str, CostCurve]:
     pair = engine._pair
     assert pair.draft is not None
     topks = [k for k in (1, 2, TOPK) if k <= pair.draft.config.draft_vocab_size]
-    short = {name: replace(sampling, max_new_tokens=CURVE_TOKENS) for name, sampling in classes.items()}
-    programs = engine._programs_for(whole_pool(CHAIN_STEPS, 1))
+    plain = engine._programs_for(PLAIN)
     with told("cost of the parts of a cycle", len(classes) * (len(rows) + 2 * len(topks))) as advance:
-        return measure_curves(
-            programs,
-            lambda sampling: _ms_per_cycle(engine, asked[: engine.slots], sampling, PLAIN),
-            short,
+        curves = measure_curves(
+            engine._programs_for(whole_pool(CHAIN_STEPS, 1)),
+            plain,
+            {name: (each.sampling, each.contexts(asked, engine.slots)) for name, each in classes.items()},
             pair.target.config,
             axis_size(pair.mesh, MODEL),
-            engine.slots,
             topks,
             advance,
             rows,
         )
+    plain.release()
+    return curves
 
 
-def _decode(
-    engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation
-) -> tuple[int, float, int]:
-    """(tokens after the first, seconds of decoding, cycles of the longest slot), summed over the waves."""
-    programs, tokens, seconds, cycles = engine._programs_for(spec), 0, 0.0, 0
+@dataclass(frozen=True)
+class _Run:
+    """Waves that were decoded. `tau`: tokens a cycle made, over all slots; `cycle_ms`: of all slots together."""
+
+    tau: float
+    cycle_ms: float
+
+
+def _decode(engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation) -> _Run:
+    """All waves. What the last cycle of an answer makes beyond its limit counts too: how an answer ends says nothing about a tree, and the
+    shorter the answers, the more of their cycles are last ones. Nor does a slot count that waits for the longest one."""
+    programs, made, cycles, seconds, longest = engine._programs_for(spec), 0, 0, 0.0, 0
     for jobs in _waves(asked, sampling, engine.slots):
         stats = [answer.stats for answer in Wave(programs, jobs, None, engine.slots).run()]
-        tokens += sum(one.new_tokens - 1 for one in stats)
+        made += sum(sum(one.accepted_per_cycle) + one.cycles for one in stats)
+        cycles += sum(one.cycles for one in stats)
         seconds += stats[0].decode_seconds
-        cycles += max(one.cycles for one in stats)
+        longest += max(one.cycles for one in stats)
     programs.release()  # many trees are run: each would keep caches of its own
-    return tokens, seconds, cycles
-
-
-def _ms_per_cycle(engine: EagleJaxEngine, asked: list[list[int]], sampling: Sampling, spec: Speculation) -> float:
-    _, seconds, cycles = _decode(engine, asked, sampling, spec)
-    return 1e3 * seconds / max(cycles, 1)
+    return _Run(made / max(cycles, 1), 1e3 * seconds / max(longest, 1))
 
 
 def _predict(replayed: dict[Speculation, Replayed], curve: CostCurve) -> list[Row]:
@@ -220,14 +230,14 @@ def _confirm(
     chosen += [rest[(2 * index + 1) * len(rest) // (2 * more)] for index in range(more)]
     chosen += [row for row in rows if row.num_steps == 0 and row not in chosen]
 
-    def rate(row: Row) -> float:
-        tokens, seconds, _ = _decode(engine, asked, sampling, row.tree)
-        return tokens / seconds
-
     with told("the best few, run", len(chosen) * (CONFIRM_ROUNDS + 1)) as advance:
-        tasks = {row: (lambda row=row: rate(row)) for row in chosen}
-        measured = alternate(tasks, repeats=CONFIRM_ROUNDS, done=lambda: advance(1))
-    told_rows = [replace(row, measured=Spread.of(measured[row]).median) for row in chosen]
+        tasks = {row: (lambda row=row: _decode(engine, asked, sampling, row.tree)) for row in chosen}
+        runs = alternate(tasks, repeats=CONFIRM_ROUNDS, done=lambda: advance(1))
+    told_rows = []
+    for row, found in runs.items():
+        cycle = Spread.of([run.cycle_ms for run in found]).median
+        tau = found[0].tau  # the same answers every time
+        told_rows.append(replace(row, measured=1e3 * engine.slots * tau / cycle, measured_ms=cycle))
     told_rows.sort(key=lambda row: -(row.measured or 0))
     return (*told_rows, *(row for row in rows if row not in chosen))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from eaglejax.measure.tuning import Row, Tuning
@@ -16,18 +17,20 @@ def tune_report(tuning: Tuning, path: Path | None = None) -> str:
     lines = [
         f"{holds.target} with draft {holds.draft}: {holds.device}, {holds.dtype}, {holds.mesh}, {holds.slots} slots",
         "tokens/s are those of all slots together; predicted = slots x tau / cycle; tau = tokens per cycle, bonus included, replayed on",
-        "the calibration's answers; measured = by running it, in turns with the others. Plain decoding is 0, 1, 1.",
+        "the calibration's answers; measured = by running it, in turns with the others, what an answer's last cycle made beyond its limit",
+        "counted. Plain decoding is 0, 1, 1.",
     ]
     for name, rows in tuning.rows.items():
         lines += ["", f"{name}: num_steps, topk, num_draft_tokens"]
-        lines.append(f"  {'':12} {'tau':>6} {'ms/cycle':>9} {'predicted':>10} {'measured':>9}")
+        lines.append(f"  {'':12} {'tau':>6} {'ms/cycle':>9} {'predicted':>10} {'measured':>9} {'ms/cycle':>9}")
         run = [row for row in rows if row.measured is not None]
         plain = [row for row in rows[max(SHOWN, len(run)) :] if row.num_steps == 0]
         lines += [_line(row) for row in (*rows[: max(SHOWN, len(run))], *plain)]
         if run:
             off = statistics.median(abs(row.predicted / (row.measured or 1) - 1) for row in run)
             lines.append(
-                f"  predicted tokens/s differ from the measured ones by {100 * off:.1f} % (median of {len(run)} settings)"
+                f"  predicted tokens/s differ from the measured ones by {100 * off:.1f} % (median of {len(run)} settings"
+                f"{_beside_plain(run)})"
             )
         if rows[0].num_steps == 0:
             lines.append("  no draft is faster here")
@@ -41,7 +44,18 @@ def tune_report(tuning: Tuning, path: Path | None = None) -> str:
     return "\n".join(lines if path is None else [*lines, "", f"stored in {path}"])
 
 
+def _beside_plain(run: Sequence[Row]) -> str:
+    """The same with every row beside plain decoding, which a machine that is slower by now than when costs were measured leaves alone."""
+    plain = next((row for row in run if row.num_steps == 0), None)
+    trees = [row.predicted / row.measured for row in run if row.num_steps and row.measured]
+    if plain is None or not plain.measured or not trees:
+        return ""
+    off = statistics.median(abs(ratio * plain.measured / plain.predicted - 1) for ratio in trees)
+    return f"; beside plain decoding {100 * off:.1f} %"
+
+
 def _line(row: Row) -> str:
     shape = f"{row.num_steps}, {row.topk}, {row.num_draft_tokens}"
     measured = "" if row.measured is None else f"{row.measured:9.1f}"
-    return f"  {shape:12} {row.tau:6.2f} {row.cycle_ms:9.2f} {row.predicted:10.1f} {measured:>9}"
+    cycle = "" if row.measured_ms is None else f"{row.measured_ms:9.2f}"
+    return f"  {shape:12} {row.tau:6.2f} {row.cycle_ms:9.2f} {row.predicted:10.1f} {measured:>9} {cycle:>9}".rstrip()

@@ -77,7 +77,8 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of a class. `predicted`: tokens/s by the cost model; `measured`: by running it, None where it was not."""
+    """One setting of a class. `tau` and `cycle_ms` are predicted. `predicted`: tokens/s by them; `measured`, `measured_ms`: the same
+    and a cycle's milliseconds by running it, None where it was not."""
 
     num_steps: int
     topk: int
@@ -86,6 +87,7 @@ class Row:
     cycle_ms: float
     predicted: float
     measured: float | None = None
+    measured_ms: float | None = None  # as in files of before it was
 
     @property
     def tree(self) -> Speculation:
@@ -238,8 +240,8 @@ def _acceptance(stored: Any, name: str) -> Acceptance:
 def _row(stored: Any) -> Row:
     found = _fields(Row, stored)
     _tree([found[name] for name in ("num_steps", "topk", "num_draft_tokens")])
-    for name in ("tau", "cycle_ms", "predicted", "measured"):
-        if name != "measured" or found[name] is not None:
+    for name in ("tau", "cycle_ms", "predicted", "measured", "measured_ms"):
+        if name not in ("measured", "measured_ms") or found[name] is not None:
             found[name] = _real(found[name], name)
     return Row(**found)
 

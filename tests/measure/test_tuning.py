@@ -13,10 +13,10 @@ import pytest
 from eaglejax import Auto, Sampling, Speculation
 from eaglejax.adaptive import UNTUNED
 from eaglejax.errors import ConfigError
-from eaglejax.measure.cost_curve import CostCurve
+from eaglejax.measure.cost_curve import ROWS, CostCurve, _behind, _prefilled
 from eaglejax.measure.cycle_costs import Costs
-from eaglejax.measure.replay import Replayed
-from eaglejax.measure.tune import choose_trees, tune
+from eaglejax.measure.replay import Replayed, Text, settings
+from eaglejax.measure.tune import Found, choose_trees, tune
 from eaglejax.measure.tune_report import tune_report
 from eaglejax.measure.tuning import Acceptance, Row, Tuning, holds_for, read_tuning, stored_path
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MoEConfig, RopeConfig, TargetConfig
@@ -224,18 +224,50 @@ def target(mlp) -> TargetConfig:
 
 def test_costs_between_the_measured_rows():
     points, draft = {1: 10.0, 4: 16.0, 16: 28.0}, {1: (2.0, 1.0), 4: (3.0, 2.0)}
-    dense = CostCurve(1, points, draft, 0.5, target(DenseConfig(48)), 1)
-    assert dense.cycle_ms(Speculation(num_steps=0)) == 10.5
-    assert dense.cycle_ms(Speculation(3, 1)) == pytest.approx(0.5 + 2 + 2 * 1 + 16)
+    dense = CostCurve(1, points, draft, 9.5, target(DenseConfig(48)), 1)
+    assert dense.cycle_ms(Speculation(num_steps=0)) == 9.5
+    assert dense.cycle_ms(Speculation(3, 1)) == pytest.approx(2 + 2 * 1 + 16)
     assert dense.verify_ms(10) == pytest.approx(22)
-    assert dense.cycle_ms(Speculation(2, 2, 4)) == pytest.approx(0.5 + 2 + 1 / 3 + 1 + 1 / 3 + 16)
+    assert dense.cycle_ms(Speculation(2, 2, 4)) == pytest.approx(2 + 1 / 3 + 1 + 1 / 3 + 16)
     # experts are touched fast at first: two rows cost more than a straight line says
     mixture = MoEConfig(experts=16, topk=4, width=16, score="softmax")
-    sparse = CostCurve(1, points, draft, 0.5, target(mixture), 1)
+    sparse = CostCurve(1, points, draft, 9.5, target(mixture), 1)
     touched = [16 * (1 - 0.75**rows) for rows in (1, 2, 4)]
     share = (touched[1] - touched[0]) / (touched[2] - touched[0])
     assert sparse.verify_ms(2) == pytest.approx(10 + 6 * share, rel=1e-2)
     assert sparse.verify_ms(2) > dense.verify_ms(2) + 0.5
+
+
+def test_costs_are_measured_where_answers_stand():
+    text = lambda tokens: Text(list(range(tokens)), [])
+    found = Found(Sampling(), [text(tokens) for tokens in (40, 40, 20, 20, 2, 2, 8, 8)], [])
+    asked = [[0] * tokens for tokens in (5, 50, 30, 10, 3, 4, 90, 80)]
+    # prompt and half of the answer; waves from the shortest to the longest
+    assert found.contexts(asked, 2) == [[4, 5], [25, 70], [94, 84]]
+    assert found.contexts(asked, 4) == [[25, 70, 40, 20], [4, 5, 94, 84]]
+    assert found.contexts(asked, 8) == [[25, 70, 40, 20, 4, 5, 94, 84]]
+
+
+def test_every_number_of_rows_that_is_predicted_is_measured():
+    assert {tree.nodes for tree in settings(7, 5, 4, 64)} <= set(ROWS)
+
+
+def test_a_state_may_stand_behind_fewer_tokens_than_it_was_prefilled_with(engine):
+    programs = engine._programs_for(Speculation(2, 1))
+    state = _prefilled(programs, Sampling(), [[5, 20], [9, 12]])
+    prompts = [row[:length].tolist() for row, length in zip(np.asarray(state.tokens), (6, 12), strict=True)]
+    state = programs.decode(_behind(programs, state, [6, 12]), 4, np.zeros(2, bool))
+    told = engine.generate(prompts, Sampling(max_new_tokens=4, ignore_eos=True), speculation=None)
+    for row, prompt, answer in zip(np.asarray(state.tokens), prompts, told, strict=True):
+        assert row[len(prompt) : len(prompt) + 4].tolist() == answer.token_ids
+    programs.keep(state)
+
+
+def test_the_report_tells_the_error_beside_plain_decoding(made):
+    rows = (Row(2, 1, 3, 1.5, 1.0, 1500.0, 1000.0, 1.5), Row(0, 1, 1, 1.0, 1.0, 1000.0, 800.0, 1.25))
+    text = tune_report(replace(made, rows={"greedy": rows, "sampled": rows[1:]}))
+    assert "by 37.5 % (median of 2 settings; beside plain decoding 20.0 %)" in text
+    assert "by 25.0 % (median of 1 settings)" in text
 
 
 def test_the_trees_of_auto_are_the_best_for_several_texts():
@@ -261,6 +293,7 @@ def test_tune_from_end_to_end(folders):
     rows = tuning.rows["greedy"]
     assert sum(row.num_steps == 0 for row in rows) == 1
     measured = [row for row in rows if row.measured is not None]
+    assert all(row.measured == pytest.approx(1e3 * row.tau / row.measured_ms, rel=0.25) for row in measured)
     assert 5 <= len(measured) <= 6 and any(row.num_steps == 0 for row in measured)
     assert [row.measured for row in measured] == sorted((row.measured for row in measured), reverse=True)
     # what was replayed is what really happens
