@@ -133,15 +133,16 @@ def choose(
     return jnp.where(policy.forced >= 0, policy.forced, best)
 
 
-def account(
-    policy: Policy, belief: Belief, choice: Int[Array, ""], caught_up: Bool[Array, ""], live: Bool[Array, " b"]
-) -> Belief:
+def account(policy: Policy, belief: Belief, choice: Int[Array, ""], live: Bool[Array, " b"]) -> Belief:
     """The time and the count of a cycle, in the slots that took part."""
-    cost = policy.cost[choice] + jnp.where(caught_up, policy.catch_up, 0)
     one = (jnp.arange(belief.used.shape[1]) == choice) & live[:, None]
-    return replace(
-        belief, spent=belief.spent + jnp.where(live, cost, 0), used=belief.used + one.astype(belief.used.dtype)
-    )
+    spent = belief.spent + jnp.where(live, policy.cost[choice], 0)
+    return replace(belief, spent=spent, used=belief.used + one.astype(belief.used.dtype))
+
+
+def account_catch_up(policy: Policy, belief: Belief, live: Bool[Array, " b"]) -> Belief:
+    """The time of the draft's run over a window."""
+    return replace(belief, spent=belief.spent + jnp.where(live, policy.catch_up, 0))
 
 
 def learn_accepted(

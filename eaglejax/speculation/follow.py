@@ -1,6 +1,6 @@
-"""The draft's rows under "auto": run when a tree needs them or when the window is full, kept pending while plain decoding runs.
+"""The draft's rows under "auto" that wait while plain decoding runs: run when the window is full, or more wait than a tree takes along.
 
-Nothing is written here: `loop.adaptive_cycle` does that, outside of any branch.
+Nothing is written here: `loop.catch_up` does that.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from eaglejax.config import Auto
 from eaglejax.models.draft import Draft
 from eaglejax.models.rows import KVRows, causal_step
 from eaglejax.speculation.cache import take_rows
-from eaglejax.speculation.draft import Tip, best_children, tip_of
+from eaglejax.speculation.draft import best_children
 from eaglejax.speculation.state import State
 
 GUESSES = 8  # of the draft, the last ones of a window, compared with the tokens that came
@@ -27,32 +27,12 @@ class Ran:
     """What the draft made of a slot's pending rows."""
 
     rows: list[KVRows]  # for its cache, as many as the window holds, per layer
-    tip: Tip  # the last of them
+    hidden: Float[Array, "b w d"]  # of every row, before the final norm
     right: Int[Array, " b"]  # first guesses that were the token that came
     guesses: Int[Array, " b"]  # of so many
 
 
-def idle(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran:
-    """Nothing run: the rows stay pending."""
-    batch, width = start.shape[0], draft.config.hidden_size
-    empty = draft.empty_caches(batch, auto.window)
-    zero = jnp.zeros_like(start)
-    blank = jnp.zeros((batch, width), draft.dtype)
-    return Ran(empty, Tip(blank, blank, zero), zero, zero)
-
-
-def few(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran:
-    """Draft extend over the rows of one cycle, as a fixed tree does it."""
-    count, rows = state.pending_count, auto.num_steps + 1
-    with jax.named_scope("draft_extend"):
-        features = draft.fuse(state.pending_features[:, :rows])
-        out = draft(state.pending_tokens[:, :rows], features, causal_step(start, rows), state.draft_cache)
-        wide = lambda x: jnp.pad(x, ((0, 0), (0, auto.window - rows), *[(0, 0)] * (x.ndim - 2)))
-        zero = jnp.zeros_like(count)
-        return Ran(jax.tree.map(wide, out.rows), tip_of(out, start, count), zero, zero)
-
-
-def many(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran:
+def follow(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran:
     """Draft extend over the whole window. Row i says what came after row i - 1: the last guesses are compared with that."""
     count = state.pending_count
     with jax.named_scope("draft_follow"):
@@ -69,4 +49,4 @@ def many(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran
         came = jnp.take_along_axis(tokens, inside(rows + 1), axis=1)
         counted = rows < guessing[:, None]
         total = lambda x: jnp.sum(x, axis=-1, dtype=jnp.int32)
-        return Ran(out.rows, tip_of(out, start, count), total(counted & (foretold == came)), total(counted))
+        return Ran(out.rows, out.hidden, total(counted & (foretold == came)), total(counted))

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eaglejax.config import Auto, Speculation
+from eaglejax.config import PLAIN, Auto, Speculation
 from eaglejax.models.rows import KVRows, causal_step
-from eaglejax.speculation import follow
-from eaglejax.speculation.adapt import Policy, account, choose, learn_accepted, learn_guesses
+from eaglejax.speculation.adapt import Policy, account, account_catch_up, choose, learn_accepted, learn_guesses
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.draft import Tip, extend, grow
+from eaglejax.speculation.follow import follow
 from eaglejax.speculation.sampling import draw
 from eaglejax.speculation.simulated import SimulatedAcceptance
 from eaglejax.speculation.state import Models, State
 from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
+
+BURST = 8  # plain cycles of "auto" between two choosings
 
 
 def decode(
@@ -39,6 +41,9 @@ def decode(
         simulated: for measurements of models with random weights, how much to accept in place of what the target drew.
         plain_rows: of plain decoding, for a control of its rounding: all but the first are run for nothing.
     """
+    if isinstance(spec, Auto):
+        assert policy is not None
+        return decode_adaptively(models, state, spec, max_cycles, policy, simulated)
 
     def running(carry):
         index, state = carry
@@ -46,10 +51,7 @@ def decode(
 
     def body(carry):
         index, state = carry
-        if isinstance(spec, Speculation):
-            return index + 1, cycle(models, state, spec, simulated, plain_rows)
-        assert policy is not None
-        return index + 1, adaptive_cycle(models, state, spec, policy, simulated)
+        return index + 1, cycle(models, state, spec, simulated, plain_rows)[0]
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
@@ -60,64 +62,133 @@ def cycle(
     spec: Speculation,
     simulated: SimulatedAcceptance | None = None,
     plain_rows: int = 1,
-) -> State:
-    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`, `plain_rows`: see `decode`."""
+    waiting: int | None = None,
+) -> tuple[State, Int[Array, " b"]]:
+    """One round, and how many drafted tokens it accepted. Plain decoding is the same round with a tree of nothing but the root.
+
+    Arguments:
+        simulated, plain_rows: see `decode`.
+        waiting: rows that may wait for the draft at most, where the state has room for more.
+    """
     # 1. draft extend: the tokens accepted last time enter the draft's cache with the target's own features
     tip = None
     if spec.num_steps:
         assert models.draft is not None
         start = state.length - 1 - state.pending_count
-        tokens, features, count = state.pending_tokens, state.pending_features, state.pending_count
-        draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, count)
-        state = replace(state, draft_cache=draft_cache, pending_count=jnp.zeros_like(count))
+        tokens, features = state.pending_tokens[:, :waiting], state.pending_features[:, :waiting]
+        draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, state.pending_count)
+        state = replace(state, draft_cache=draft_cache, pending_count=jnp.zeros_like(state.pending_count))
     # 2. grow: a tree of candidates below the last committed token
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
-    outcome = look(models, state, tip, spec, spec.num_steps + 1, simulated, plain_rows)
+    outcome = look(models, state, tip, spec, simulated, plain_rows)
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
-    return settle(state, outcome)
+    return settle(state, outcome), outcome.accepted
 
 
-def adaptive_cycle(
-    models: Models, state: State, auto: Auto, policy: Policy, simulated: SimulatedAcceptance | None = None
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Course:
+    """Where the loop of "auto" stands."""
+
+    index: Int[Array, ""]  # cycles so far
+    action: Int[Array, ""]  # one of `Auto.choices`, or as many: the draft runs over what waits for it
+    burst: Int[Array, ""]  # plain cycles until the next choosing
+    state: State
+
+
+def decode_adaptively(
+    models: Models,
+    state: State,
+    auto: Auto,
+    max_cycles: Int[Array, ""],
+    policy: Policy,
+    simulated: SimulatedAcceptance | None = None,
 ) -> State:
-    """The same round with the tree, or none, that is fastest by the slots' own history: "auto".
+    """The same rounds with the tree, or none, that is fastest by the slots' own history: "auto".
 
-    Branches read the caches and never write them: a cache that a branch writes would be copied whole.
+    Each choice has a loop of its own that goes on while it stays the choice, and all stand in an outer one: a cycle then costs what it
+    costs in the loop of a fixed tree, and the choosing. Branches in one loop would cost more: what a branch writes is copied, so it may
+    not write caches, and rows of all layers would have to pass its end.
     """
-    belief = state.belief
-    assert belief is not None and models.draft is not None
-    live, most = ~state.done, auto.num_steps + 1
+    running = lambda course: (course.index < max_cycles) & ~jnp.all(course.state.done)
+
+    def chosen(index, state, caught_up: bool) -> Course:
+        return Course(index, *next_action(policy, auto, state, caught_up), state)
+
+    def caught_up(course: Course) -> Course:
+        return chosen(course.index, catch_up(models, course.state, auto, policy), True)
+
+    def plain(course: Course) -> Course:
+        live = ~course.state.done
+        state, _ = cycle(models, course.state, PLAIN, simulated)
+        assert state.belief is not None
+        state = replace(state, belief=account(policy, state.belief, jnp.int32(0), live))
+        return replace(course, index=course.index + 1, burst=course.burst - 1, state=state)
+
+    def grown(choice: int, course: Course) -> Course:
+        live, which = ~course.state.done, jnp.int32(choice)
+        state, accepted = cycle(models, course.state, auto.choices[choice], simulated, waiting=auto.num_steps + 1)
+        assert state.belief is not None
+        belief = learn_accepted(policy, state.belief, which, accepted, live)
+        state = replace(state, belief=account(policy, belief, which, live))
+        return chosen(course.index + 1, state, False)
+
+    def outer(course: Course) -> Course:
+        course = chosen(course.index, course.state, False)
+        # the draft's guesses beside what came may change the choice, so this comes first
+        taken = lambda action: lambda course: (course.action == action) & running(course)
+        course = lax.while_loop(taken(len(auto.choices)), caught_up, course)
+        # a plain cycle teaches nothing about the text: some are run for one choosing
+        course = lax.while_loop(lambda course: taken(0)(course) & (course.burst > 0), plain, course)
+        for choice in range(1, len(auto.choices)):
+            course = lax.while_loop(taken(choice), partial(grown, choice), course)
+        return course
+
+    return lax.while_loop(running, outer, Course(jnp.int32(0), jnp.int32(0), jnp.int32(0), state)).state
+
+
+def next_action(policy: Policy, auto: Auto, state: State, caught_up: bool) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """`Course.action` and `Course.burst`. `caught_up`: the draft has just run over what waited for it, and need not do so again."""
+    belief, live = state.belief, ~state.done
+    assert belief is not None
     made = state.length - state.request.prompt_length - 1
     choice = choose(policy, belief, made, state.request.limit - state.length, live)
-
-    # 1. rows that wait since plain decoding began go through the draft at once: before a tree, or when they fill the window; what it
-    #    guesses beside them says whether speculation would pay
-    start, count = state.length - 1 - state.pending_count, state.pending_count
-    waiting = jnp.max(count)
+    waiting, most = jnp.max(state.pending_count), auto.num_steps + 1
     # a young answer looks up sooner: beginnings are unlike what follows, and half of a short answer would be over by then
     young = jnp.min(jnp.where(live, made, auto.window)) < auto.window
     full = jnp.where(young, max(auto.window // 2, most + 1), auto.window)
-    whole = (waiting >= full) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
-    run = whole | (choice > 0)
-    passes = [partial(each, models.draft, state, start, auto) for each in (follow.idle, follow.few, follow.many)]
-    ran = lax.switch(run.astype(jnp.int32) + whole.astype(jnp.int32), passes)
-    draft_cache = commit(state.draft_cache, ran.rows, start, jnp.where(run, count, 0), ran.tip.hidden)
-    state = replace(state, draft_cache=draft_cache, pending_count=jnp.where(run, 0, count))
-    # 2. to 4. in the branch that was chosen
-    looks = [partial(look, models, state, ran.tip, spec, most, simulated) for spec in auto.choices]
-    outcome = lax.switch(choice, looks)
-    # 5. what it says about the text, what it cost; then the commit, outside of any branch
-    belief = learn_guesses(policy, belief, ran.right, ran.guesses)
-    belief = learn_accepted(policy, belief, choice, outcome.accepted, live)
-    state = replace(state, belief=account(policy, belief, choice, whole, live))
-    return settle(state, outcome)
+    burst = jnp.where(policy.always_catch_up, 1, jnp.clip(full - waiting, 1, BURST)).astype(jnp.int32)
+    if caught_up:
+        return choice, burst
+    behind = (waiting >= full) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
+    return jnp.where(behind, len(auto.choices), choice).astype(jnp.int32), burst
+
+
+def catch_up(models: Models, state: State, auto: Auto, policy: Policy) -> State:
+    """The draft runs over the rows that wait since plain decoding began, all but the last, from which a tree may grow; what it guesses
+    beside the tokens that came says whether speculation would pay."""
+    assert models.draft is not None and state.belief is not None
+    start, count = state.length - 1 - state.pending_count, state.pending_count
+    ran = follow(models.draft, state, start, auto)
+    draft_cache = commit(state.draft_cache, ran.rows, start, jnp.maximum(count - 1, 0), ran.hidden)
+    last, zero = jnp.maximum(count - 1, 0)[:, None], jnp.zeros_like(count)
+    one = jnp.minimum(count, 1)
+    belief = learn_guesses(policy, state.belief, ran.right, ran.guesses)
+    return replace(
+        state,
+        draft_cache=draft_cache,
+        pending_tokens=put_rows(state.pending_tokens, take_rows(state.pending_tokens, last), zero, one),
+        pending_features=put_rows(state.pending_features, take_rows(state.pending_features, last), zero, one),
+        pending_count=one,
+        belief=account_catch_up(policy, belief, ~state.done),
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outcome:
-    """What a round found, not yet written anywhere: p rows, those of the root and the accepted nodes first."""
+    """What a round found, not yet written anywhere: p rows, num_steps + 1, those of the root and the accepted nodes first."""
 
     tokens: Int[Array, "b p"]  # drawn at them: the accepted ones, then the bonus
     features: Float[Array, "b p f"]  # captured states at them
@@ -130,11 +201,10 @@ def look(
     state: State,
     tip: Tip | None,
     spec: Speculation,
-    most: int,
     simulated: SimulatedAcceptance | None = None,
     plain_rows: int = 1,
 ) -> Outcome:
-    """Grow, verify, accept. `most`: rows of the outcome, num_steps + 1 or more."""
+    """Grow, verify, accept."""
     root_positions = state.length - 1
     root = jnp.take_along_axis(state.tokens, jnp.maximum(root_positions, 0)[:, None], axis=-1)[:, 0]
     tree = root_only(root, plain_rows)
@@ -146,8 +216,7 @@ def look(
         accepted = accept(tree, verdict.draws, spec.num_steps)
     else:
         accepted = simulated.accept(tree, root_positions, state.request.seed, spec.num_steps)
-    path = jnp.pad(accepted.path, ((0, 0), (0, most - accepted.path.shape[1])), mode="edge")
-    along = lambda rows: take_rows(rows, path)
+    along = lambda rows: take_rows(rows, accepted.path)
     with jax.named_scope("commit"):
         rows = jax.tree.map(along, verdict.rows)
         return Outcome(along(verdict.draws), along(verdict.features), rows, accepted.count)

@@ -17,6 +17,7 @@ from eaglejax.speculation.adapt import (
     PRIOR,
     SHARE,
     account,
+    account_catch_up,
     choose,
     fresh_belief,
     learn_accepted,
@@ -44,7 +45,7 @@ def run(chance, cycles: int):
         hits = (draws < chance) & (jnp.arange(3) < levels[choice])
         accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32)), dtype=jnp.int32)[None]
         belief = learn_accepted(POLICY, belief, choice, accepted, live)
-        belief = account(POLICY, belief, choice, jnp.bool_(False), live)
+        belief = account(POLICY, belief, choice, live)
         return (belief, made + accepted + 1), choice
 
     def wave(draws):
@@ -104,7 +105,7 @@ def test_right_guesses_lend_credit_to_a_slot_that_has_lost_all_of_it():
     belief = fresh_belief(1, 3)
     for _ in range(4):  # nothing is accepted: the allowance goes
         belief = learn_accepted(POLICY, belief, jnp.int32(1), ints(0), live)
-        belief = account(POLICY, belief, jnp.int32(1), jnp.bool_(True), live)
+        belief = account_catch_up(POLICY, account(POLICY, belief, jnp.int32(1), live), live)
     made = ints(4)
     assert 4 - (1 - SHARE) * float(belief.spent[0]) + float(belief.credit[0]) < 0
     promising = lambda right: learn_guesses(POLICY, belief, ints(right), ints(8))
@@ -130,7 +131,8 @@ def test_one_choice_for_the_sum_of_the_live_slots():
     before = belief.difficulty
     after = learn_accepted(POLICY, belief, jnp.int32(1), bad, jnp.zeros((3,), bool))
     np.testing.assert_array_equal(after.difficulty, before)
-    assert float(account(POLICY, belief, jnp.int32(1), jnp.bool_(True), jnp.zeros((3,), bool)).spent.sum()) == 0
+    nobody = jnp.zeros((3,), bool)
+    assert float(account_catch_up(POLICY, account(POLICY, belief, jnp.int32(1), nobody), nobody).spent.sum()) == 0
 
 
 def test_plain_decoding_says_nothing_and_its_cycles_count():
@@ -138,7 +140,7 @@ def test_plain_decoding_says_nothing_and_its_cycles_count():
     live = jnp.ones((2,), bool)
     same = learn_accepted(POLICY, belief, jnp.int32(0), ints(0, 0), live)
     np.testing.assert_array_equal(same.difficulty, belief.difficulty)
-    paid = account(POLICY, belief, jnp.int32(2), jnp.bool_(True), live)
+    paid = account_catch_up(POLICY, account(POLICY, belief, jnp.int32(2), live), live)
     np.testing.assert_allclose(paid.spent, 1.8, rtol=1e-6)
     assert paid.used.tolist() == [[0, 0, 1], [0, 0, 1]]
 
