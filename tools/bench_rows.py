@@ -1,7 +1,8 @@
 """What lies between the large products of a decode step, on this GPU: our fused kernels beside XLA's own.
 
-A layer is one residual addition with its norm, and one norm of heads with rotation. All layers run in one compiled loop, each on what the
-one before it left; the key/value product is the norm's result itself (2 * 8 heads * 128 = 2048), so that nothing else lies in between.
+A layer is one residual addition with its norm, and one norm of heads with rotation; of "parts" the addition alone, of sums in four parts as
+the experts leave them. All layers run in one compiled loop, each on what the one before it left; the key/value product is the norm's result
+itself (2 * 8 heads * 128 = 2048), so that nothing else lies in between.
 
 python tools/bench_rows.py --rows 1 4 8 16
 """
@@ -21,13 +22,14 @@ import numpy as np
 from flax import nnx
 
 from eaglejax.kernels import select
+from eaglejax.kernels.experts_gpu_shape import Parts, padded_rows
 from eaglejax.kernels.row_kernels import add_norm, norm_rotate
 from eaglejax.models.config import GQAConfig, RopeConfig
 from eaglejax.models.layers import RMSNorm
 
 D = 2048
 ATTENTION = GQAConfig(32, 8, 128, RopeConfig(theta=1e6, rotary_dim=128), qk_norm=True)
-PARTS = ("both", "add_norm")  # the rotation alone would have nothing to wait for
+PARTS = ("both", "add_norm", "parts")  # the rotation alone would have nothing to wait for
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 def bench(part: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways of one number of rows."""
     record: dict[str, Any] = {"part": part, "rows": rows}
-    arrays, firsts = make(args.layers, rows), []
+    arrays, firsts = make(args.layers, rows, part == "parts"), []
     for way, form in (("fused", "pallas"), ("xla", "xla")):
         begin = time.perf_counter()
         with select.kernels(form):
@@ -79,12 +81,14 @@ def bench(part: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def make(layers: int, rows: int) -> tuple[Any, ...]:
+def make(layers: int, rows: int, in_parts: bool) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(0), 5))
     draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
     scales = 1 + draw(layers, D) / 8
     norms = 1 + draw(layers, 2, ATTENTION.head_dim) / 8
-    updates = list(draw(layers, 1, rows, D))
+    updates: list[Any] = list(draw(layers, 1, rows, D))
+    if in_parts:
+        updates = [Parts(sums / 2) for sums in jax.random.normal(jax.random.key(1), (layers, 4, padded_rows(rows), D))]
     positions = 1000 + jnp.arange(rows, dtype=jnp.int32)[None]
     queries = draw(1, rows, ATTENTION.heads * ATTENTION.head_dim)
     return draw(1, rows, D), updates, queries, list(scales), list(norms), positions
