@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from eaglejax.kernels.experts_gpu_shape import Parts
-from eaglejax.kernels.row_kernels import add_norm
+from eaglejax.kernels.row_kernels import add_norm, sums_parts
 from eaglejax.models.attention import GroupedQueryAttention
 from eaglejax.models.config import DenseConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig
 from eaglejax.models.layers import MLP, RMSNorm
@@ -72,7 +72,7 @@ class Block(nnx.Module):
         with jax.named_scope("block"):
             mixed, rows = self.attention(self.input_norm(x) if normed is None else normed, step, cache, earlier)
             x, normed = add_norm(x, mixed, self.post_norm.scale[...], self.post_norm.eps)
-            if next_scale is None or not isinstance(self.mlp, MoE):
+            if next_scale is None or not isinstance(self.mlp, MoE) or not sums_parts():
                 return x + self.mlp(normed), None, rows
             update = self.mlp.unsummed(normed)
             if isinstance(update, Parts):
