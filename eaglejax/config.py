@@ -162,7 +162,7 @@ PLAIN = Speculation(num_steps=0)
 
 @dataclass(frozen=True)
 class Auto:
-    """Trees among which the loop chooses before every cycle; plain decoding is always one of the choices (`speculation/adapt.py`).
+    """Trees among which the loop chooses as it goes; plain decoding is always one of the choices (`speculation/adapt.py`).
 
     Arguments:
         trees: one to four of them; each is compiled, all into one program.
@@ -215,7 +215,7 @@ class Auto:
     def describe(self) -> str:
         """The setting in words."""
         shapes = ", ".join(f"({t.num_steps}, {t.topk}, {t.nodes})" for t in self.trees)
-        return f'"auto": plain decoding or one of {shapes}, chosen every cycle'
+        return f'"auto": plain decoding or one of {shapes}, chosen as it goes'
 
 
 @dataclass(frozen=True)

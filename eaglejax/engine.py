@@ -77,7 +77,7 @@ class EagleJaxEngine:
         Arguments:
             model: a built-in name ("smollm2"), a folder in Hugging Face format, a .gguf file, or a hub id.
             draft: likewise for the draft; None is plain decoding.
-            speculation: the tree of every cycle; "auto" (chosen every cycle among a few trees and plain decoding, docs/tune.md; plain
+            speculation: the tree of every cycle; "auto" (chosen as it goes among a few trees and plain decoding, docs/tune.md; plain
                 decoding without a draft), or an `Auto` with trees of your own; None for plain decoding.
             capture: how the draft's config numbers the captured layers: "auto", "input" (id i is the input of layer i), "output", or the
                 boundaries themselves, such as (3, 31, 59). Boundary b is the residual stream after b blocks.

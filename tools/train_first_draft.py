@@ -90,7 +90,12 @@ def parse() -> argparse.Namespace:
     two.add_argument("--optimiser", choices=OPTIMISERS, default="adamw", help="not with a trial of it")
     two.add_argument("--int8", action="store_true", help="train towards the rounding of the export")
     two.add_argument("--trial-seconds", type=float, default=0, help="try each so long, go on with the better")
-    two.add_argument("--trial-of", choices=("optimiser", "objective"), default="optimiser", help="what is tried")
+    two.add_argument(
+        "--trial-of",
+        choices=("optimiser", "objective"),
+        default="optimiser",
+        help="what is tried: adamw and muon, or every objective, all with --decay",
+    )
     two.add_argument("--dtype", default="bfloat16")
     two.add_argument("--seed", type=int, default=1)
     two.add_argument("--places", type=int, default=1_080_000, help="cache places of one sampling batch")

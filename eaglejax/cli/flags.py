@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("lossless", "compare speculative with plain decoding, and audit what differs; default: on", "switch"),
     ),
     "speculation": (
-        Flag("speculation", "auto (default with a draft: chosen every cycle, docs/tune.md) or none (plain decoding)"),
+        Flag("speculation", "auto (default with a draft: chosen as it goes, docs/tune.md) or none (plain decoding)"),
         Flag("num_steps", "levels of the draft tree below its root; 0 is plain decoding"),
         Flag("topk", "children kept per level; 1 is a chain"),
         Flag(

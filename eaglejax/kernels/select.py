@@ -125,7 +125,10 @@ def describe() -> list[str]:
             experts = f"{ours}{packed}; otherwise {experts}"
     if chosen_kernels() == "pallas" and reason and backend != "gpu":
         attention = f"{attention}; Pallas was asked for and is not used: {reason}"
-    between = ("jnp" if backend == "cpu" else "XLA") if reason else "Pallas for few rows in bfloat16, otherwise XLA"
+    ends = ", with the experts' sums at a layer's end (not measured)" if chosen_kernels() == "pallas" else ""
+    between = (
+        ("jnp" if backend == "cpu" else "XLA") if reason else f"Pallas for few rows in bfloat16{ends}, otherwise XLA"
+    )
     return [
         f"tree attention: {attention} ({backend})",
         f"experts: {experts} ({backend})",

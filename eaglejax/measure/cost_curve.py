@@ -117,10 +117,11 @@ def measure_curves(
     steps, vocabulary = programs.spec.num_steps, programs.vocab_size
     parts: dict[object, Callable] = {n: _repeated(programs, _verify_rows(n, steps, vocabulary)) for n in rows}
     for topk in topks:
-        for steps in (1, DRAFTED):
-            parts[topk, steps] = _repeated(programs, _draft_tree(Speculation(steps, topk, steps + 1)))
-    curves = {}
-    for name, (sampling, contexts) in classes.items():
+        for levels in (1, DRAFTED):
+            parts[topk, levels] = _repeated(programs, _draft_tree(Speculation(levels, topk, levels + 1)))
+    curves, most = {}, max(1, programs.max_len - PLAIN_CYCLES - 1)
+    for name, (sampling, wanted) in classes.items():
+        contexts = [[min(tokens, most) for tokens in wave] for wave in wanted]  # room for the plain cycles behind them
         middle = _milliseconds(programs, plain, parts, sampling, contexts, advance)
         verified = {n: middle[n] for n in rows}
         drafts = {k: (middle[k, 1], max(0.0, (middle[k, DRAFTED] - middle[k, 1]) / (DRAFTED - 1))) for k in topks}

@@ -27,7 +27,7 @@ from eaglejax.sharding.layout import fetch
 from eaglejax.sharding.mesh import AXES, axis_size
 from eaglejax.speculation.adapt import Policy, make_policy
 
-VERSION = 1
+VERSION = 2
 FIX = "tune again: eaglejax tune, or engine.tune()"
 GREEDY, SAMPLED = "greedy", "sampled"
 NOT_RECORDED = "not recorded"
@@ -87,7 +87,7 @@ class Row:
     cycle_ms: float
     predicted: float
     measured: float | None = None
-    measured_ms: float | None = None  # as in files of before it was
+    measured_ms: float | None = None
 
     @property
     def tree(self) -> Speculation:

@@ -38,7 +38,7 @@ class TrainSettings:
     unroll: drafted steps per place. decay: weight of step j is decay ** j. clip: global norm of the gradient.
     accumulate: batches whose mean gradient makes one optimiser step.
     warmup: share of the run over which the rate rises. final: share of the peak rate at the end of the cosine.
-    objective: the loss of a place (`losses.vocabulary_loss`).
+    objective: the loss of a place (`ttt.ttt`).
     optimiser: "adamw", or "muon": matrices move along their momentum made orthogonal (Jordan et al. 2024), with updates of
         the size that Adam's have (arXiv:2502.16982), so that the same rates serve both; vectors by Adam.
     int8: whether the step sees the matrices as an int8 export rounds them; their gradients go straight through.

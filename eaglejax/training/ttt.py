@@ -160,7 +160,8 @@ def ttt(
         objective: the loss of a place, see `losses.vocabulary_loss`; "reached" weighs each place at step j by the chance that
             the draft's steps before j are accepted there, the product of their sums of min(p, q), as drafting does.
 
-    `Unrolled.losses[j]` is the soft cross-entropy summed over the places that count, divided by ALL places, b * t.
+    `Unrolled.losses[j]` is the objective's loss, weighed where it is "reached", summed over the places that count, divided by ALL places,
+    b * t.
     Place i counts at step j where `text.loss` is on at i + j, the target's best token after i + 1 + j is in the
     draft vocabulary, and both places lie in one document. A borrowed head has no gradient.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from eaglejax import Auto, Sampling, Speculation
 from eaglejax.errors import ConfigError
-from eaglejax.measure.cycle_costs import forced, measure_costs
+from eaglejax.measure.cycle_costs import forced, measure_costs, measured_modes
 from eaglejax.speculation.adapt import ALLOWANCE, PRIOR, SHARE, make_policy, prior_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -155,6 +155,19 @@ def test_costs_are_measured_with_the_program_that_decodes(grouped):
     programs = grouped._programs_for(AUTO)
     costs = measure_costs(programs, 2)
     assert len(costs.trees) == 2 and min(costs.trees) > 0 and costs.catch_up >= 0 and costs.plain_ms > 0
+
+
+def test_a_mode_that_is_timed_pays_for_itself_alone(grouped):
+    """In the order in which they are timed no tree finds more rows waiting than it takes along."""
+    spec = Auto(AUTO.trees)  # the usual window
+    programs, state = begin(grouped, pairs.prompts([4, 5]), Sampling(max_new_tokens=100), spec)
+    prior = prior_policy(spec)
+    own = [1.0, 1 + float(prior.catch_up), *(float(cost) for cost in prior.cost[1:])]
+    for _ in range(2):
+        for mode, cost in zip(measured_modes(spec), own, strict=True):
+            before = float(state.belief.spent[0])
+            state = run(programs, state, mode, 6)
+            assert float(state.belief.spent[0]) - before == pytest.approx(6 * cost, rel=1e-5)
 
 
 @pytest.mark.parametrize(
