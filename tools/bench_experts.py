@@ -176,7 +176,7 @@ def lower(way: str, weights: list[dict[str, jax.Array]], rows: jax.Array, config
         ids, shares = choose(x, layer, config)
         if way == "route":
             return x * (shares.sum(axis=1, keepdims=True) + ids.sum(axis=1, keepdims=True)).astype(x.dtype)
-        return experts(x, ids, shares, *expert_arrays(layer), activation=config.expert_activation)
+        return summed(experts(x, ids, shares, *expert_arrays(layer), activation=config.expert_activation), x)
 
     def program(weights, rows, scale, loops):
         def once(_, carry):

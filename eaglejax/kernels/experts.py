@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eaglejax.kernels.experts_gpu_shape import Parts, packed_serves, route_serves, serves, summed
+from eaglejax.kernels.experts_gpu_shape import Parts, packed_serves, route_serves, serves
 from eaglejax.kernels.select import chosen_kernels, no_pallas, platform
 from eaglejax.models.config import MoEConfig
 from eaglejax.models.layers import project
@@ -33,7 +33,7 @@ def experts(
     *,
     activation: str = "silu",
     gather: bool | None = None,
-) -> Float[Array, "n d"]:
+) -> Float[Array, "n d"] | Parts:
     """Sum over the k experts of each row of weight * expert(row).
 
     Arguments:
@@ -44,28 +44,9 @@ def experts(
         activation: "silu", or "gpt_oss" (gate and up clamped, gate * sigmoid(1.702 gate) * (up + 1)).
         gather: forces one of the two ways in jnp; by default `select.no_pallas` and `serves`, then `gather_pays`, choose.
 
-    Returns: [n, d] in the dtype of x, accumulated in float32.
+    Returns: [n, d] in the dtype of x, accumulated in float32; where kernels serve, its parts (`summed` adds them): whoever adds them to
+        something can sum them in the same pass.
     """
-    out = experts_or_parts(
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, gather=gather
-    )
-    with jax.named_scope("experts"):
-        return summed(out, x)
-
-
-def experts_or_parts(
-    x: Float[Array, "n d"],
-    ids: Int[Array, "n k"],
-    weights: Float[Array, "n k"],
-    gate_up: Float[Array, "e 2 f d"] | PackedWeight,
-    down: Float[Array, "e d f"] | PackedWeight,
-    gate_up_bias: Float[Array, "e 2 f"] | None = None,
-    down_bias: Float[Array, "e d"] | None = None,
-    *,
-    activation: str = "silu",
-    gather: bool | None = None,
-) -> Float[Array, "n d"] | Parts:
-    """`experts`; where kernels serve, its parts: whoever adds them to something can sum them in the same pass."""
     with jax.named_scope("experts"):
         if gather is None and kernels_serve(x, gate_up, down, activation):
             from eaglejax.kernels.experts_gpu import experts_gpu  # Pallas takes a while to import
@@ -124,7 +105,7 @@ def routed_experts(
     *,
     config: MoEConfig,
 ) -> Parts | None:
-    """Router and `experts_or_parts` in Mosaic kernels alone, all experts being on this device; None where they do not serve both."""
+    """Router and `experts` in Mosaic kernels alone, all experts being on this device; None where they do not serve both."""
     if not kernels_serve(x, gate_up, down, config.expert_activation):
         return None
     if route_serves(x.shape[0], config.experts, x.shape[1], x.dtype) is not None:

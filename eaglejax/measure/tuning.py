@@ -30,7 +30,6 @@ from eaglejax.speculation.adapt import Policy, make_policy
 VERSION = 2
 FIX = "tune again: eaglejax tune, or engine.tune()"
 GREEDY, SAMPLED = "greedy", "sampled"
-NOT_RECORDED = "not recorded"
 # names are for people, and costs of another number of slots are measured at their first use
 _NEED_NOT_AGREE = ("target", "draft", "slots")
 
@@ -53,8 +52,8 @@ class HoldsFor:
     mesh: str
     draft_placement: str
     slots: int
-    kernels: str = NOT_RECORDED  # as in files of before they were
-    jax: str = NOT_RECORDED
+    kernels: str
+    jax: str
 
     def differences(self, other: HoldsFor) -> list[str]:
         """Where another one is different, in words; names and slots may differ."""

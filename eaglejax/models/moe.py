@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eaglejax.kernels.experts import experts_or_parts, routed_experts
+from eaglejax.kernels.experts import experts, routed_experts
 from eaglejax.kernels.experts_gpu_shape import Parts, summed
 from eaglejax.models.config import DenseConfig, MoEConfig
 from eaglejax.models.layers import MLP, param, project
@@ -164,7 +164,7 @@ class Experts(nnx.Module):
         """
         if "e" in self.over.names:
             ids = self._own(ids)
-        return experts_or_parts(x, ids, weights, *self.arrays(), activation=self.activation)
+        return experts(x, ids, weights, *self.arrays(), activation=self.activation)
 
     def arrays(self) -> tuple[Any, Any, Array | None, Array | None]:
         """This device's weights and biases, in the order in which the kernels take them."""
