@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_runs(name, smollm2_path):
     tool = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), "--small", name]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")}
     environment["EAGLEJAX_SMOLLM2"] = str(smollm2_path)
     done = subprocess.run(tool, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

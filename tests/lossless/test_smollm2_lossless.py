@@ -16,7 +16,7 @@ PATH = Path(__file__).parents[2] / "tools" / "check_lossless.py"
 
 
 def run(tmp_path, smollm2_path, *arguments, timeout):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     out = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-W", "error", str(PATH), "--json", str(out), *arguments],
