@@ -4,6 +4,7 @@ The last set, "noise", is random prompts answered at temperature 2: text that no
 round in circles, which drafts do foresee).
 
 python tools/compare_auto.py --prompts 2 --rounds 2 --tokens 48
+python tools/compare_auto.py --fixed 3,1,4 7,1,8 --choices 3,1,4 7,1,8   # other trees
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import json
 import statistics
 import time
 
-from eaglejax import EagleJaxEngine, Sampling, Speculation
+from eaglejax import Auto, EagleJaxEngine, Sampling, Speculation
 from eaglejax.measure.compile_clock import CompileClock
 from eaglejax.measure.prompt_sets import read_prompts
 
 SETS = ("mt_bench", "gsm8k", "humaneval", "random", "noise")
-SETTINGS = {"plain": None, "(3, 1, 4)": Speculation(3, 1), "(3, 4, 8)": Speculation(3, 4, 8), "auto": "auto"}
+
+
+def tree(text: str) -> Speculation:
+    """The tree that 'num_steps,topk,num_draft_tokens' names."""
+    steps, topk, rows = map(int, text.split(","))
+    return Speculation(steps, topk, rows)
 
 
 def main() -> None:
@@ -31,12 +37,18 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tuning", default="measure")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max_len", type=int, default=512)
+    parser.add_argument("--fixed", type=tree, nargs="*", default=[Speculation(3, 1, 4), Speculation(3, 4, 8)])
+    parser.add_argument("--choices", type=tree, nargs="*", help='what "auto" chooses among; default: its own')
     args = parser.parse_args()
     engine = EagleJaxEngine.from_pretrained(
-        args.model, draft=args.draft, max_len=512, slots=1, tuning=args.tuning, dtype=args.dtype
+        args.model, draft=args.draft, max_len=args.max_len, slots=1, tuning=args.tuning, dtype=args.dtype
     )
+    auto = Auto(args.choices) if args.choices else engine.speculation
+    assert isinstance(auto, Auto)
+    settings = {"plain": None} | {f"({t.num_steps}, {t.topk}, {t.nodes})": t for t in args.fixed} | {"auto": auto}
     clock = CompileClock()
-    for name, spec in SETTINGS.items():
+    for name, spec in settings.items():
         begin = time.perf_counter()
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=8, ignore_eos=True), speculation=spec)
         now = time.perf_counter()
@@ -48,12 +60,12 @@ def main() -> None:
         ask = Sampling(max_new_tokens=args.tokens, ignore_eos=True, temperature=heat, seed=0)
         named = "random" if source == "noise" else source
         prompts = [p.content for p in read_prompts(named, args.prompts, vocab_size=engine.vocab_size)]
-        rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
-        wrong, used = 0, [0] * len(engine.speculation.choices)  # pyright: ignore[reportAttributeAccessIssue]
+        rates: dict[str, list[float]] = {name: [] for name in settings}
+        wrong, used = 0, [0] * len(auto.choices)
         for _ in range(args.rounds):
             for prompt in prompts:
                 plain = None
-                for name, spec in SETTINGS.items():
+                for name, spec in settings.items():
                     answers = engine.generate([prompt], ask, speculation=spec)
                     plain = plain or told(answers)
                     wrong += told(answers) != plain
