@@ -19,7 +19,7 @@ from eaglejax.speculation.programs import Programs
 log = logging.getLogger("eaglejax")
 
 # what "auto" chooses among, beside plain decoding, where nothing was tuned
-UNTUNED = Auto((Speculation(3, 1, 4), Speculation(3, 4, 8)))
+UNTUNED = Auto((Speculation(3, 1, 4), Speculation(7, 1, 8)))
 SECTION = "speculation"
 
 
@@ -96,8 +96,9 @@ class Adaptive:
             return prior_policy(auto)
         costs = self._measured(programs, width)
         if acceptance is not None:
-            return make_policy(acceptance.reach, costs.trees, costs.catch_up, acceptance.first_guess)
-        return make_policy([prior_reach(tree) for tree in auto.trees], costs.trees, costs.catch_up, PRIOR_CHAIN[0])
+            return make_policy(acceptance.reach, costs.trees, costs.catch_up, costs.look, acceptance.first_guess)
+        reach = [prior_reach(tree) for tree in auto.trees]
+        return make_policy(reach, costs.trees, costs.catch_up, costs.look, PRIOR_CHAIN[0])
 
     def _measured(self, programs: Programs, width: int) -> Costs:
         auto = programs.spec
@@ -108,7 +109,8 @@ class Adaptive:
                 f"({tree.num_steps}, {tree.topk}, {tree.nodes}) {cost:.2f}"
                 for tree, cost in zip(auto.trees, costs.trees, strict=True)
             )
-            line = f"{width} slots: a plain step {costs.plain_ms:.2f} ms; in such steps a cycle of {shown}; a window {costs.catch_up:.2f}"
+            draft = f"the draft's run over a window {costs.catch_up:.2f}, over what was accepted {costs.look:.2f}"
+            line = f"{width} slots: a plain step {costs.plain_ms:.2f} ms; in such steps a cycle of {shown}; {draft}"
             self._pair.report.note(SECTION, f"measured in {costs.seconds:.1f} s, compilation included, for {line}")
             log.info("measured cycles for %s", line)
         return self._costs[auto, width]

@@ -25,25 +25,28 @@ PARTS = 1_000_000  # costs are shared between processes as whole millionths
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a wave of some width. `trees`: a cycle with each tree; `catch_up`: the draft run over a window; both in plain steps. `plain_ms`:
-    of one step of plain decoding. `seconds`: how long measuring took."""
+    """Of a wave of some width. `trees`: a cycle with each tree; `catch_up`: the draft run over a window; `look`: over what was accepted;
+    all in plain steps. `plain_ms`: of one step of plain decoding. `seconds`: how long measuring took."""
 
     trees: tuple[float, ...]
     catch_up: float
+    look: float
     plain_ms: float
     seconds: float
 
 
-def forced(policy: Policy, choice: int, catch_up: bool = False) -> Policy:
+def forced(policy: Policy, choice: int, catch_up: bool = False, look: bool = False) -> Policy:
     """Tables that take one choice in every cycle."""
-    return replace(policy, forced=jnp.int32(choice), always_catch_up=jnp.bool_(catch_up))
+    always = {"always_catch_up": jnp.bool_(catch_up), "always_look": jnp.bool_(look)}
+    return replace(policy, forced=jnp.int32(choice), **always)
 
 
 def measured_modes(auto: Auto) -> list[Policy]:
-    """Plain decoding, the same with the draft's run over the window in every cycle, every tree. In this order: plain decoding leaves more
-    rows waiting than a tree takes along, and the run over them would be counted as the tree's."""
+    """Plain decoding, the same with the draft's run over the window in every cycle, and over what was accepted; every tree. In this order:
+    plain decoding leaves more rows waiting than a tree takes along, and the run over them would be counted as the tree's."""
     tables = prior_policy(auto)
-    return [forced(tables, 0), forced(tables, 0, True), *(forced(tables, 1 + tree) for tree in range(len(auto.trees)))]
+    plain = [forced(tables, 0), forced(tables, 0, catch_up=True), forced(tables, 0, look=True)]
+    return plain + [forced(tables, 1 + tree) for tree in range(len(auto.trees))]
 
 
 class _Run:
@@ -102,4 +105,7 @@ def measure_costs(programs: Programs, width: int, context: int = CONTEXT) -> Cos
     ratios = [statistics.median(times[mode] / times[0] for times in rounds) for mode in range(len(placed))]
     shared = [from_first(round(ratio * PARTS)) / PARTS for ratio in ratios]
     plain = from_first(round(PARTS * 1e3 * statistics.median(times[0] for times in rounds))) / PARTS
-    return Costs(tuple(shared[2:]), max(0.0, shared[1] - 1), plain, time.perf_counter() - begin)
+    catch_up, look = (max(0.0, ratio - 1) for ratio in shared[1:3])
+    # every call begins with a look, which is no part of a cycle
+    trees = tuple(max(1 / PARTS, ratio - look / cycles) for ratio in shared[3:])
+    return Costs(trees, catch_up, look, plain, time.perf_counter() - begin)

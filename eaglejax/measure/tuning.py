@@ -27,7 +27,7 @@ from eaglejax.sharding.layout import fetch
 from eaglejax.sharding.mesh import AXES, axis_size
 from eaglejax.speculation.adapt import Policy, make_policy
 
-VERSION = 2
+VERSION = 3
 FIX = "tune again: eaglejax tune, or engine.tune()"
 GREEDY, SAMPLED = "greedy", "sampled"
 # names are for people, and costs of another number of slots are measured at their first use
@@ -112,7 +112,8 @@ class Tuning:
     def policy(self, sampled: bool) -> Policy:
         """The tables of a wave; `sampled` where any of its requests draws."""
         found = self.acceptance_of(sampled)
-        return make_policy(found.reach, self.costs.trees, self.costs.catch_up, found.first_guess)
+        costs = self.costs
+        return make_policy(found.reach, costs.trees, costs.catch_up, costs.look, found.first_guess)
 
     def acceptance_of(self, sampled: bool) -> Acceptance:
         """Of requests that draw, where they were tuned for; else of greedy ones."""

@@ -159,6 +159,14 @@ def best_children(
     return _best_of_parts(logits, first, over, spec.topk)
 
 
+def sureness(
+    draft: Draft, tip: Tip, root_positions: Int[Array, " b"], request: Request, guess: Speculation
+) -> Float[Array, " b"]:
+    """The draft's probability of its best token after the root, scored as `guess` says."""
+    best, _ = best_children(draft, tip.hidden[:, None], root_positions[:, None] + 1, request, guess, level=1)
+    return jnp.exp(best[:, 0, 0])
+
+
 def _possible(increments: Float[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(jnp.isnan(increments), -jnp.inf, increments)
 

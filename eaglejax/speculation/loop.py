@@ -12,9 +12,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.config import PLAIN, Auto, Speculation
 from eaglejax.models.rows import KVRows, causal_step
-from eaglejax.speculation.adapt import Policy, account, account_catch_up, choose, learn_accepted, learn_guesses
+from eaglejax.speculation.adapt import (
+    PRIOR_CHAIN,
+    Policy,
+    account,
+    account_catch_up,
+    account_look,
+    choose,
+    choose_sure,
+    learn_accepted,
+    learn_guesses,
+)
 from eaglejax.speculation.cache import commit, put_rows, take_rows
-from eaglejax.speculation.draft import Tip, extend, grow
+from eaglejax.speculation.draft import Tip, extend, grow, sureness
 from eaglejax.speculation.follow import follow
 from eaglejax.speculation.sampling import draw
 from eaglejax.speculation.simulated import SimulatedAcceptance
@@ -51,7 +61,7 @@ def decode(
 
     def body(carry):
         index, state = carry
-        return index + 1, cycle(models, state, spec, simulated, plain_rows)[0]
+        return index + 1, cycle(models, state, spec, simulated, plain_rows)
 
     return lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
@@ -62,20 +72,14 @@ def cycle(
     spec: Speculation,
     simulated: SimulatedAcceptance | None = None,
     plain_rows: int = 1,
-    waiting: int | None = None,
-) -> tuple[State, Int[Array, " b"]]:
-    """One round, and how many drafted tokens it accepted. Plain decoding is the same round with a tree of nothing but the root.
-
-    Arguments:
-        simulated, plain_rows: see `decode`.
-        waiting: rows that may wait for the draft at most, where the state has room for more.
-    """
+) -> State:
+    """One round. Plain decoding is the same round with a tree of nothing but the root. `simulated`, `plain_rows`: see `decode`."""
     # 1. draft extend: the tokens accepted last time enter the draft's cache with the target's own features
     tip = None
     if spec.num_steps:
         assert models.draft is not None
         start = state.length - 1 - state.pending_count
-        tokens, features = state.pending_tokens[:, :waiting], state.pending_features[:, :waiting]
+        tokens, features = state.pending_tokens, state.pending_features
         draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, state.pending_count)
         state = replace(state, draft_cache=draft_cache, pending_count=jnp.zeros_like(state.pending_count))
     # 2. grow: a tree of candidates below the last committed token
@@ -83,7 +87,7 @@ def cycle(
     # 4. accept: follow the drawn tokens down the tree
     outcome = look(models, state, tip, spec, simulated, plain_rows)
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
-    return settle(state, outcome), outcome.accepted
+    return settle(state, outcome)
 
 
 @jax.tree_util.register_dataclass
@@ -92,8 +96,10 @@ class Course:
     """Where the loop of "auto" stands."""
 
     index: Int[Array, ""]  # cycles so far
-    action: Int[Array, ""]  # one of `Auto.choices`, or as many: the draft runs over what waits for it
+    action: Int[Array, ""]  # one of `Auto.choices`, or beyond them: look, then catch up
     burst: Int[Array, ""]  # plain cycles until the next choosing
+    tip: Tip  # what a tree grows from, once the draft has looked
+    sure: Float[Array, " b"]  # how sure it is of the token after the root
     state: State
 
 
@@ -105,64 +111,127 @@ def decode_adaptively(
     policy: Policy,
     simulated: SimulatedAcceptance | None = None,
 ) -> State:
-    """The same rounds with the tree, or none, that is fastest by the slots' own history: "auto".
+    """The same rounds with the tree, or none, that is fastest by the slots' own history and by how sure the draft is: "auto".
+
+    A round begins where the draft has run over what was accepted (it has looked): then the tree is chosen, grown and verified, and the
+    draft looks again. While plain decoding is all that the text is worth the draft does not look, and runs over a whole window now and
+    then (it catches up).
 
     Each choice has a loop of its own that goes on while it stays the choice, and all stand in an outer one: a cycle then costs what it
     costs in the loop of a fixed tree, and the choosing. Branches in one loop would cost more: what a branch writes is copied, so it may
     not write caches, and rows of all layers would have to pass its end.
     """
+    looking = len(auto.choices)
     running = lambda course: (course.index < max_cycles) & ~jnp.all(course.state.done)
 
-    def chosen(index, state, caught_up: bool) -> Course:
-        return Course(index, *next_action(policy, auto, state, caught_up), state)
-
     def caught_up(course: Course) -> Course:
-        return chosen(course.index, catch_up(models, course.state, auto, policy), True)
+        state = catch_up(models, course.state, auto, policy)
+        action, burst = next_action(policy, auto, state, True)
+        return replace(course, action=action, burst=burst, state=state)
+
+    def looked(course: Course) -> Course:
+        state, tip, sure = look_up(models, course.state, auto)
+        if simulated is not None:  # what the draft says means nothing then
+            sure = jnp.full_like(sure, PRIOR_CHAIN[0])
+        action = next_choice(policy, auto, state, sure)
+        return replace(course, action=action, burst=jnp.int32(1), tip=tip, sure=sure, state=state)
+
+    def looked_alone(course: Course) -> Course:
+        state = course.state
+        assert state.belief is not None
+        belief = account_look(policy, state.belief, ~state.done)
+        return looked(replace(course, state=replace(state, belief=belief)))
 
     def plain(course: Course) -> Course:
         live = ~course.state.done
-        state, _ = cycle(models, course.state, PLAIN, simulated)
+        state = settle(course.state, look(models, course.state, None, PLAIN, simulated))
         assert state.belief is not None
         state = replace(state, belief=account(policy, state.belief, jnp.int32(0), live))
         return replace(course, index=course.index + 1, burst=course.burst - 1, state=state)
 
     def grown(choice: int, course: Course) -> Course:
         live, which = ~course.state.done, jnp.int32(choice)
-        state, accepted = cycle(models, course.state, auto.choices[choice], simulated, waiting=auto.num_steps + 1)
+        outcome = look(models, course.state, course.tip, auto.choices[choice], simulated)
+        # the row that still waits is the tip's own
+        state = replace(course.state, pending_count=jnp.zeros_like(course.state.pending_count))
+        state = settle(state, outcome)
         assert state.belief is not None
-        belief = learn_accepted(policy, state.belief, which, accepted, live)
+        belief = learn_accepted(policy, state.belief, which, course.sure, outcome.accepted, live)
         state = replace(state, belief=account(policy, belief, which, live))
-        return chosen(course.index + 1, state, False)
+        return looked(replace(course, index=course.index + 1, state=state))
 
     def outer(course: Course) -> Course:
-        course = chosen(course.index, course.state, False)
+        action, burst = next_action(policy, auto, course.state, False)
+        course = replace(course, action=action, burst=burst)
         # the draft's guesses beside what came may change the choice, so this comes first
         taken = lambda action: lambda course: (course.action == action) & running(course)
-        course = lax.while_loop(taken(len(auto.choices)), caught_up, course)
+        course = lax.while_loop(taken(looking + 1), caught_up, course)
+        course = lax.while_loop(taken(looking), looked_alone, course)
         # a plain cycle teaches nothing about the text: some are run for one choosing
         course = lax.while_loop(lambda course: taken(0)(course) & (course.burst > 0), plain, course)
         for choice in range(1, len(auto.choices)):
             course = lax.while_loop(taken(choice), partial(grown, choice), course)
         return course
 
-    return lax.while_loop(running, outer, Course(jnp.int32(0), jnp.int32(0), jnp.int32(0), state)).state
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(look_up(models, state, auto)[1:]))
+    *tip, sure = (jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+    zero = jnp.int32(0)
+    return lax.while_loop(running, outer, Course(zero, zero, zero, Tip(*tip), sure, state)).state
 
 
 def next_action(policy: Policy, auto: Auto, state: State, caught_up: bool) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """`Course.action` and `Course.burst`. `caught_up`: the draft has just run over what waited for it, and need not do so again."""
+    """`Course.action` and `Course.burst`, by the text alone. `caught_up`: the draft has just done so, and need not again."""
     belief, live = state.belief, ~state.done
     assert belief is not None
-    made = state.length - state.request.prompt_length - 1
-    choice = choose(policy, belief, made, state.request.limit - state.length, live)
+    choice = choose(policy, belief, _made(state), state.request.limit - state.length, live)
     waiting, most = jnp.max(state.pending_count), auto.num_steps + 1
     # a young answer looks up sooner: beginnings are unlike what follows, and half of a short answer would be over by then
-    young = jnp.min(jnp.where(live, made, auto.window)) < auto.window
+    young = jnp.min(jnp.where(live, _made(state), auto.window)) < auto.window
     full = jnp.where(young, max(auto.window // 2, most + 1), auto.window)
     burst = jnp.where(policy.always_catch_up, 1, jnp.clip(full - waiting, 1, BURST)).astype(jnp.int32)
+    looks = (choice > 0) | policy.always_look
+    action = jnp.where(looks, len(auto.choices), 0).astype(jnp.int32)
     if caught_up:
-        return choice, burst
-    behind = (waiting >= full) | ((choice > 0) & (waiting > most)) | policy.always_catch_up
-    return jnp.where(behind, len(auto.choices), choice).astype(jnp.int32), burst
+        return action, burst
+    behind = (waiting >= full) | (looks & (waiting > most)) | policy.always_catch_up
+    return jnp.where(behind, len(auto.choices) + 1, action).astype(jnp.int32), burst
+
+
+def next_choice(policy: Policy, auto: Auto, state: State, sure: Float[Array, " b"]) -> Int[Array, ""]:
+    """`Course.action` once the draft has looked: a tree for this cycle, or one plain step. A tree is grown only of a text worth it."""
+    belief, live = state.belief, ~state.done
+    assert belief is not None
+    room = state.request.limit - state.length
+    worth = choose(policy, belief, _made(state), room, live) > 0
+    return jnp.where(worth, choose_sure(policy, belief, sure, _made(state), room, live), 0)
+
+
+def _made(state: State) -> Int[Array, " b"]:
+    return state.length - state.request.prompt_length - 1
+
+
+def look_up(models: Models, state: State, auto: Auto) -> tuple[State, Tip, Float[Array, " b"]]:
+    """The draft runs over the rows that wait, as many as a tree takes along: what a tree grows from, and how sure the draft is.
+
+    The last row goes on waiting: running it again changes nothing, and what it says is not kept between calls."""
+    assert models.draft is not None
+    most, start, count = auto.num_steps + 1, state.length - 1 - state.pending_count, state.pending_count
+    tokens, features = state.pending_tokens[:, :most], state.pending_features[:, :most]
+    draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, count)
+    sure = sureness(models.draft, tip, state.length - 1, state.request, auto.guess)
+    return only_the_last_waits(replace(state, draft_cache=draft_cache)), tip, sure
+
+
+def only_the_last_waits(state: State) -> State:
+    """The pending rows without those that the draft has run, all but the last."""
+    count = state.pending_count
+    last, zero, one = jnp.maximum(count - 1, 0)[:, None], jnp.zeros_like(count), jnp.minimum(count, 1)
+    return replace(
+        state,
+        pending_tokens=put_rows(state.pending_tokens, take_rows(state.pending_tokens, last), zero, one),
+        pending_features=put_rows(state.pending_features, take_rows(state.pending_features, last), zero, one),
+        pending_count=one,
+    )
 
 
 def catch_up(models: Models, state: State, auto: Auto, policy: Policy) -> State:
@@ -172,17 +241,9 @@ def catch_up(models: Models, state: State, auto: Auto, policy: Policy) -> State:
     start, count = state.length - 1 - state.pending_count, state.pending_count
     ran = follow(models.draft, state, start, auto)
     draft_cache = commit(state.draft_cache, ran.rows, start, jnp.maximum(count - 1, 0), ran.hidden)
-    last, zero = jnp.maximum(count - 1, 0)[:, None], jnp.zeros_like(count)
-    one = jnp.minimum(count, 1)
     belief = learn_guesses(policy, state.belief, ran.right, ran.guesses)
-    return replace(
-        state,
-        draft_cache=draft_cache,
-        pending_tokens=put_rows(state.pending_tokens, take_rows(state.pending_tokens, last), zero, one),
-        pending_features=put_rows(state.pending_features, take_rows(state.pending_features, last), zero, one),
-        pending_count=one,
-        belief=account_catch_up(policy, belief, ~state.done),
-    )
+    belief = account_catch_up(policy, belief, ~state.done)
+    return only_the_last_waits(replace(state, draft_cache=draft_cache, belief=belief))
 
 
 @jax.tree_util.register_dataclass

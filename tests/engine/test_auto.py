@@ -74,7 +74,7 @@ def long_engine(random_pairs):
     return pairs.load(*random_pairs["qwen3_moe"], speculation=None, max_len=700, slots=1, tuning="none")
 
 
-TABLES = make_policy([[0.5, 0.25, 0.12], [0.7, 0.4]], [1.3, 1.35], 0.2, 0.5)
+TABLES = make_policy([[0.5, 0.25, 0.12], [0.7, 0.4]], [1.3, 1.35], 0.2, 0.1, 0.5)
 LONG = Auto(AUTO.trees)  # with the default window
 
 
@@ -141,8 +141,8 @@ def test_speculation_that_cannot_pay_loses_little_and_resumes_when_it_can(long_e
 
 def test_the_tables_change_without_a_compile_and_costs_decide(grouped):
     asked, sampling = pairs.prompts([4, 5]), Sampling(max_new_tokens=30)
-    dear = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [9.0, 9.0], 0.2, 0.6)
-    cheap = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [1.05, 1.5], 0.2, 0.6)
+    dear = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [9.0, 9.0], 0.2, 0.1, 0.6)
+    cheap = make_policy([[0.6, 0.4, 0.2], [0.7, 0.4]], [1.05, 1.5], 0.2, 0.1, 0.6)
     used = []
     for tables in (dear, cheap):
         programs, state = begin(grouped, asked, sampling)
@@ -154,7 +154,13 @@ def test_the_tables_change_without_a_compile_and_costs_decide(grouped):
 def test_costs_are_measured_with_the_program_that_decodes(grouped):
     programs = grouped._programs_for(AUTO)
     costs = measure_costs(programs, 2)
-    assert len(costs.trees) == 2 and min(costs.trees) > 0 and costs.catch_up >= 0 and costs.plain_ms > 0
+    assert (
+        len(costs.trees) == 2
+        and min(costs.trees) > 0
+        and costs.catch_up >= 0
+        and costs.look >= 0
+        and costs.plain_ms > 0
+    )
 
 
 def test_a_mode_that_is_timed_pays_for_itself_alone(grouped):
@@ -162,12 +168,13 @@ def test_a_mode_that_is_timed_pays_for_itself_alone(grouped):
     spec = Auto(AUTO.trees)  # the usual window
     programs, state = begin(grouped, pairs.prompts([4, 5]), Sampling(max_new_tokens=100), spec)
     prior = prior_policy(spec)
-    own = [1.0, 1 + float(prior.catch_up), *(float(cost) for cost in prior.cost[1:])]
+    look = float(prior.look)
+    own = [6.0, 6 * (1 + float(prior.catch_up)), 6 * (1 + look), *(look + 6 * float(cost) for cost in prior.cost[1:])]
     for _ in range(2):
         for mode, cost in zip(measured_modes(spec), own, strict=True):
             before = float(state.belief.spent[0])
             state = run(programs, state, mode, 6)
-            assert float(state.belief.spent[0]) - before == pytest.approx(6 * cost, rel=1e-5)
+            assert float(state.belief.spent[0]) - before == pytest.approx(cost, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,28 @@ import pytest
 from eaglejax.config import Auto, Speculation
 from eaglejax.speculation.adapt import (
     ALLOWANCE,
+    BOUNDS,
     DIFFICULTIES,
+    MIDDLES,
     PER_GUESS,
     PRIOR,
     SHARE,
     account,
     account_catch_up,
     choose,
+    choose_sure,
     fresh_belief,
     learn_accepted,
     learn_guesses,
     make_policy,
     prior_policy,
+    sort_of,
 )
 
 REACH = [[0.6, 0.35, 0.2], [0.8, 0.55]]
-POLICY = make_policy(REACH, [1.3, 1.6], 0.2, 0.6)
+POLICY = make_policy(REACH, [1.3, 1.6], 0.2, 0.1, 0.6)
+
+SURE = jnp.full((1,), 0.6)
 
 
 def ints(*values):
@@ -44,7 +50,7 @@ def run(chance, cycles: int):
         choice = choose(POLICY, belief, made, ints(1000), live)
         hits = (draws < chance) & (jnp.arange(3) < levels[choice])
         accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32)), dtype=jnp.int32)[None]
-        belief = learn_accepted(POLICY, belief, choice, accepted, live)
+        belief = learn_accepted(POLICY, belief, choice, SURE, accepted, live)
         belief = account(POLICY, belief, choice, live)
         return (belief, made + accepted + 1), choice
 
@@ -60,11 +66,14 @@ def test_tables_are_probabilities():
     one = DIFFICULTIES.index(1.0)
     np.testing.assert_allclose(POLICY.tokens[:, one], [1, 2.15, 2.35], rtol=1e-5)
     for tree, shares in enumerate(REACH, 1):
-        chances = np.exp(np.asarray(POLICY.evidence[tree]))
-        np.testing.assert_allclose(chances[: len(shares) + 1].sum(0), 1, atol=1e-3)
+        for sort in POLICY.evidence:
+            np.testing.assert_allclose(np.exp(np.asarray(sort[tree]))[: len(shares) + 1].sum(0), 1, atol=1e-3)
     np.testing.assert_allclose(np.exp(np.asarray(POLICY.guess)).sum(0), 1, atol=1e-3)
-    # harder texts have fewer tokens to expect
+    # harder texts have fewer tokens to expect, cycles in which the draft is surer more
     assert (np.diff(np.asarray(POLICY.tokens[1:]), axis=1) < 0).all()
+    assert (np.diff(np.asarray(POLICY.sure_tokens[:, 1:, one]), axis=0) > 0).all()
+    assert len(MIDDLES) == len(BOUNDS) + 1 and (np.diff(MIDDLES) > 0).all()
+    assert sort_of(jnp.asarray(MIDDLES)).tolist() == list(range(len(MIDDLES))) and sort_of(jnp.asarray([jnp.nan])) == 0
 
 
 def test_a_text_that_pays_is_speculated_on_and_wins():
@@ -91,7 +100,7 @@ def test_right_guesses_bring_speculation_back():
     live, room = jnp.ones((1,), bool), ints(1000)
     belief = fresh_belief(1, 3)
     for _ in range(6):
-        belief = learn_accepted(POLICY, belief, jnp.int32(1), ints(0), live)
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), SURE, ints(0), live)
     rich = ints(1000)  # what it may lose is not what decides here
     assert int(choose(POLICY, belief, rich, room, live)) == 0
     assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(0), ints(8)), rich, room, live)) == 0
@@ -104,7 +113,7 @@ def test_right_guesses_lend_credit_to_a_slot_that_has_lost_all_of_it():
     live, room = jnp.ones((1,), bool), ints(1000)
     belief = fresh_belief(1, 3)
     for _ in range(4):  # nothing is accepted: the allowance goes
-        belief = learn_accepted(POLICY, belief, jnp.int32(1), ints(0), live)
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), SURE, ints(0), live)
         belief = account_catch_up(POLICY, account(POLICY, belief, jnp.int32(1), live), live)
     made = ints(4)
     assert 4 - (1 - SHARE) * float(belief.spent[0]) + float(belief.credit[0]) < 0
@@ -121,7 +130,7 @@ def test_one_choice_for_the_sum_of_the_live_slots():
     belief = fresh_belief(3, 3)
     bad = ints(0, 0, 3)
     for _ in range(8):
-        belief = learn_accepted(POLICY, belief, jnp.int32(1), bad, jnp.ones((3,), bool))
+        belief = learn_accepted(POLICY, belief, jnp.int32(1), jnp.full((3,), 0.6), bad, jnp.ones((3,), bool))
     rich, room = ints(500, 500, 500), ints(99, 99, 99)
     pick = lambda *live: int(choose(POLICY, belief, rich, room, jnp.asarray(live)))
     assert pick(True, True, False) == 0 and pick(False, False, True) > 0
@@ -129,16 +138,34 @@ def test_one_choice_for_the_sum_of_the_live_slots():
     assert int(choose(POLICY, belief, rich, ints(1, 1, 1), jnp.asarray([False, False, True]))) == 0
     # slots that are done learn nothing and pay nothing
     before = belief.difficulty
-    after = learn_accepted(POLICY, belief, jnp.int32(1), bad, jnp.zeros((3,), bool))
+    after = learn_accepted(POLICY, belief, jnp.int32(1), jnp.full((3,), 0.6), bad, jnp.zeros((3,), bool))
     np.testing.assert_array_equal(after.difficulty, before)
     nobody = jnp.zeros((3,), bool)
     assert float(account_catch_up(POLICY, account(POLICY, belief, jnp.int32(1), nobody), nobody).spent.sum()) == 0
 
 
+def test_a_cycle_is_as_long_as_the_draft_is_sure():
+    chains = make_policy([[0.7, 0.5, 0.35], [0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08]], [1.7, 2.4], 0.3, 0.1, 0.7)
+    live, rich, room = jnp.ones((1,), bool), ints(1000), ints(1000)
+    pick = lambda sure, room=room, tables=chains: int(
+        choose_sure(tables, fresh_belief(1, 3), jnp.asarray([sure]), rich, room, live)
+    )
+    choices = [pick(sure) for sure in MIDDLES]
+    assert choices == sorted(choices) and set(choices) == {0, 1, 2}
+    assert pick(0.99, ints(1)) == 0  # one token to go
+    assert pick(0.99, tables=dataclasses.replace(chains, forced=jnp.int32(1))) == 1
+    # a tree that is not affordable is not grown, however sure the draft
+    assert int(choose_sure(chains, fresh_belief(1, 3, credit=0.0), jnp.asarray([0.99]), ints(0), room, live)) == 0
+    # of two slots the surer one may decide for both, one that is done does not
+    two, belief = jnp.asarray([0.05, 0.99]), fresh_belief(2, 3)
+    both = lambda *live: int(choose_sure(chains, belief, two, ints(99, 99), ints(99, 99), jnp.asarray(live)))
+    assert both(True, False) == 0 and both(False, True) == 2
+
+
 def test_plain_decoding_says_nothing_and_its_cycles_count():
     belief = fresh_belief(2, 3)
     live = jnp.ones((2,), bool)
-    same = learn_accepted(POLICY, belief, jnp.int32(0), ints(0, 0), live)
+    same = learn_accepted(POLICY, belief, jnp.int32(0), jnp.full((2,), 0.6), ints(0, 0), live)
     np.testing.assert_array_equal(same.difficulty, belief.difficulty)
     paid = account_catch_up(POLICY, account(POLICY, belief, jnp.int32(2), live), live)
     np.testing.assert_allclose(paid.spent, 1.8, rtol=1e-6)
