@@ -12,7 +12,7 @@ from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
 from eaglejax.kernels.select import attention_form, compiling_for
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
-from eaglejax.speculation.adapt import DIFFICULTIES
+from eaglejax.speculation.adapt import DIFFICULTIES, OFTEN
 from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
 
 STOP_IDS = stop_width(0)
@@ -62,8 +62,8 @@ def state_bytes(sizes: Sizes) -> dict[str, int]:
     request = slots * (8 + 6 * 4 + 4 * STOP_IDS)
     # length, pending_count, cycles 4 each, done and stopped 1 each; token and acceptance history
     counters = slots * (3 * 4 + 2) + 2 * slots * sizes.max_len * 4
-    if isinstance(sizes.spec, Auto):  # log-weights, time spent, cycles by choice
-        counters += slots * 4 * (len(DIFFICULTIES) + 2 + len(sizes.spec.choices))
+    if isinstance(sizes.spec, Auto):  # log-weights, sorts, time spent, credit, rate, cycles by choice
+        counters += slots * 4 * (len(DIFFICULTIES) + len(OFTEN) + 4 + len(sizes.spec.choices))
     return {
         "target cache": cache_bytes(sizes.target.layers, slots, sizes.max_len, sizes.itemsize),
         "draft cache": cache_bytes(draft, slots, sizes.max_len, sizes.itemsize),

@@ -3,12 +3,13 @@
 What is not known is how hard the text is for the draft. A calibration gives, for each tree, the share of cycles that accept at least j
 tokens; a text of difficulty e has those shares to the power e: 1 is the calibration's own text, near 0 one that the draft always guesses,
 large one that it never does. Each slot keeps a log-weight for every difficulty of a fixed grid, multiplied by the likelihood of what its
-cycles accepted and fading towards the prior. Expected tokens per cycle over the measured cost of a cycle then say which choice is fastest.
+cycles accepted and fading towards the prior.
 
-That is said twice. `choose` looks at the text alone: whether to speculate on it at all. Where it says yes, the draft runs over what was
-accepted, and `choose_sure` looks at how sure it is of the very next token, for this one cycle: a long chain where it is sure, none where it
-is at a loss. Trees cost what they cost whether their tokens are good or not, so one tree for all cycles is too long for some and too
-short for others.
+How sure the draft is of its first token says what to expect of the very next cycle: a long chain where it is sure, none where it is at a
+loss. Cycles are sorted by that, and shares are kept for each sort. Trees cost what they cost whether their tokens are good or not, so one
+tree for all cycles is too long for some and too short for others. `choose_sure` takes the tree that makes most beyond what its time makes
+at the rate of late; to know how sure the draft is it has to be run (a look), so `choose` says first, by the text alone, whether that pays:
+by how often the slot's cycles were of each sort.
 
 What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that
 would overdraw the slot's credit if nothing of it were accepted is not chosen, however good it looks. The credit is a small allowance, or
@@ -35,10 +36,11 @@ from jaxtyping import Array, Bool, Float, Int
 from eaglejax.config import Auto, Speculation
 
 # how hard a text may be, and how likely that is before anything of it was seen
-DIFFICULTIES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 12.0)
-PRIOR = (0.02, 0.06, 0.15, 0.20, 0.22, 0.15, 0.10, 0.06, 0.04)
+DIFFICULTIES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 12.0, 60.0)
+PRIOR = (0.02, 0.06, 0.15, 0.20, 0.22, 0.15, 0.10, 0.06, 0.03, 0.01)
 KEEP = 0.97  # of a log-weight when the next evidence comes: about 33 cycles are remembered
-MARGIN = 1.02  # a tree has to promise so many times plain decoding's rate
+KEEP_SORT = 0.95  # of how often cycles were of each sort, and of the rate of late, when the next one comes
+MARGIN = 1.02  # speculation has to promise so many times plain decoding's rate
 SHARE = 0.01  # of the time so far that speculation may have lost
 ALLOWANCE = 1.5  # plain steps that it may have lost beyond that, before anything is known
 PER_GUESS = 0.2  # plain steps of credit for a right guess
@@ -49,7 +51,8 @@ LEAST = 1e-4  # shares stay so far from 0 and 1
 # gsm8k, humaneval, qa): so often the token is right, and by such a power the shares of further levels, given the first, go.
 BOUNDS = (0.15, 0.30, 0.45, 0.60, 0.75, 0.86, 0.94, 0.98)
 MIDDLES = (0.09, 0.22, 0.37, 0.52, 0.68, 0.81, 0.90, 0.96, 0.993)
-RIGHT_AT_0, RIGHT_AT_1 = 0.12, 1.0
+OFTEN = (0.043, 0.119, 0.131, 0.113, 0.105, 0.082, 0.083, 0.093, 0.231)  # shares of the sorts there
+RIGHT_AT_0, RIGHT_AT_1 = 0.12, 0.985
 POWER_AT_0, POWER_AT_1 = 1.75, 0.40
 
 
@@ -64,8 +67,7 @@ class Policy:
     look: Float[
         Array, ""
     ]  # float32, of running the draft over what was accepted last, where no tree is grown then, in plain steps
-    tokens: Float[Array, "o e"]  # float32, expected tokens of a cycle, bonus included
-    sure_tokens: Float[Array, "q o e"]  # float32, the same by sort
+    tokens: Float[Array, "q o e"]  # float32, expected tokens of a cycle, bonus included
     evidence: Float[Array, "q o a e"]  # float32, log-probability that a cycle accepts a tokens
     guess: Float[Array, "2 e"]  # float32, log-probability that the draft's first guess is wrong, right
     forced: Int[Array, ""]  # int32: this choice in every cycle, for measurements; -1: as the tables say
@@ -84,6 +86,8 @@ class Belief:
     spent: Float[Array, " b"]  # cost of the slot's cycles so far, in plain steps
     credit: Float[Array, " b"]  # plain steps that they may have cost beyond what they made
     used: Int[Array, "b o"]  # cycles with each choice
+    sorts: Float[Array, "b q"]  # how often its cycles were of each sort
+    rate: Float[Array, "b 2"]  # of late, of a cycle: tokens, and its cost in plain steps
 
 
 def make_policy(
@@ -102,7 +106,6 @@ def make_policy(
     levels = max(map(len, reach))
     plain = np.ones_like(hardness)
     right = np.clip(first_guess, LEAST, 1 - LEAST)
-    of_all = [_known(shares)[:, None] ** hardness for shares in reach]
     by_sort = [[_given(_known(shares), right, p)[:, None] ** hardness for shares in reach] for p in MIDDLES]
     none = np.zeros((levels + 1, len(hardness)))
     guesses = right**hardness
@@ -111,8 +114,7 @@ def make_policy(
         cost=real([1.0, *cost]),
         catch_up=real(catch_up),
         look=real(look),
-        tokens=real([plain, *(1 + shares.sum(0) for shares in of_all)]),
-        sure_tokens=real([[plain, *(1 + shares.sum(0) for shares in sort)] for sort in by_sort]),
+        tokens=real([[plain, *(1 + shares.sum(0) for shares in sort)] for sort in by_sort]),
         evidence=real([[none, *(_evidence(shares, levels) for shares in sort)] for sort in by_sort]),
         guess=real(np.log(np.maximum([1 - guesses, guesses], LEAST))),
         forced=jnp.int32(-1),
@@ -152,32 +154,33 @@ def fresh_belief(
         spent=jnp.zeros((slots,), jnp.float32),
         credit=jnp.full((slots,), credit, jnp.float32),
         used=jnp.zeros((slots, choices), jnp.int32),
+        sorts=jnp.broadcast_to(jnp.asarray(OFTEN, jnp.float32), (slots, len(OFTEN))),
+        rate=jnp.ones((slots, 2), jnp.float32),
     )
-
-
-@dataclass(frozen=True)
-class _Outlook:
-    """What the choices promise to all live slots together."""
-
-    tokens: Float[Array, " o"]  # of a cycle
-    rate: Float[Array, " o"]  # per plain step of time
-    affordable: Bool[Array, " o"]
 
 
 def choose(
     policy: Policy, belief: Belief, made: Int[Array, " b"], room: Int[Array, " b"], live: Bool[Array, " b"]
 ) -> Int[Array, ""]:
-    """The choice that promises most tokens per time for all live slots together, among those that can be afforded, by the text alone.
+    """Whether speculation is worth the draft's looking, by the text alone: 0, or the choice that is best of all cycles together.
 
     Arguments:
         made: tokens that the slot's cycles have made so far.
         room: tokens that it may still make.
     """
-    seen = _outlook(policy, belief, policy.tokens, made, room, live)
-    fits = (seen.rate >= MARGIN * seen.rate[0]) & seen.affordable
-    best = jnp.argmax(jnp.where(fits, seen.rate, -1)).astype(jnp.int32)
-    best = jnp.where(jnp.any(fits[1:]), best, 0)
-    return jnp.where(policy.forced >= 0, policy.forced, best)
+    tokens = _expected(policy.tokens[None], belief, room)  # b q o
+    often, slots = belief.sorts[..., None], _count(live)
+    affordable = _affordable(policy, belief, made, live)
+    # beyond what their time would make at plain decoding's rate: one choice for all cycles, and the best for each
+    gain = lambda tokens: jnp.where(affordable, tokens - MARGIN * _cost(policy), -jnp.inf)
+    always = gain(_of_live(jnp.sum(often * tokens, axis=1), live) / slots)
+    each = _of_live(jnp.sum(belief.sorts * jnp.max(gain(tokens), axis=-1), axis=-1), live) / slots
+    # the sum over many slots is much the same in every cycle
+    best = jnp.max(always)
+    worth = best + (each - best) / jnp.sqrt(slots)
+    pays = (worth > 0) & jnp.any(affordable[1:])
+    choice = jnp.where(pays, 1 + jnp.argmax(always[1:]), 0).astype(jnp.int32)
+    return jnp.where(policy.forced >= 0, policy.forced, choice)
 
 
 def choose_sure(
@@ -188,49 +191,59 @@ def choose_sure(
     room: Int[Array, " b"],
     live: Bool[Array, " b"],
 ) -> Int[Array, ""]:
-    """The choice for one cycle, once the draft has run: the one that makes most beyond what its time makes at the text's usual rate.
+    """The choice for one cycle, once the draft has run: the one that makes most beyond what its time makes at the rate of late.
 
     Arguments:
         sure: the draft's probability of its best token after the root.
         made, room: see `choose`.
     """
-    usual = _outlook(policy, belief, policy.tokens, made, room, live)
-    rate = jnp.max(jnp.where(usual.affordable, usual.rate, usual.rate[0]))
-    here = _outlook(policy, belief, policy.sure_tokens[sort_of(sure)], made, room, live)
-    # a tree's cycle ends with the draft's run over what it accepts; beside plain decoding that run comes on top
-    cost = policy.cost.at[0].add(policy.look)
-    gain = jnp.where(here.affordable, here.tokens - rate * cost, -jnp.inf)
+    tokens = _of_live(_expected(policy.tokens[sort_of(sure)], belief, room), live)
+    late, cost = _of_live(belief.rate, live)
+    rate = jnp.maximum(late / jnp.maximum(cost, LEAST), 1) * _count(live)
+    gain = jnp.where(_affordable(policy, belief, made, live), tokens - rate * _cost(policy), -jnp.inf)
     return jnp.where(policy.forced >= 0, policy.forced, jnp.argmax(gain).astype(jnp.int32))
 
 
-def sort_of(sure: Float[Array, " b"]) -> Int[Array, " b"]:
+def sort_of(sure: Float[Array, "*b"]) -> Int[Array, "*b"]:
     """The sort of a cycle, from the draft's probability of its best first token; that of the least where it is no number."""
-    return jnp.sum(sure[:, None] >= jnp.asarray(BOUNDS, jnp.float32), axis=-1, dtype=jnp.int32)
+    return jnp.sum(sure[..., None] >= jnp.asarray(BOUNDS, jnp.float32), axis=-1, dtype=jnp.int32)
 
 
-def _outlook(
-    policy: Policy,
-    belief: Belief,
-    tokens: Float[Array, "*b o e"],
-    made: Int[Array, " b"],
-    room: Int[Array, " b"],
-    live: Bool[Array, " b"],
-) -> _Outlook:
+def _cost(policy: Policy) -> Float[Array, " o"]:
+    # a tree's cycle ends with the draft's run over what it accepts; beside plain decoding that run comes on top
+    return policy.cost.at[0].add(policy.look)
+
+
+def _count(live: Bool[Array, " b"]) -> Float[Array, ""]:
+    return jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
+
+
+def _of_live(x: Float[Array, "b *n"], live: Bool[Array, " b"]) -> Float[Array, "*n"]:
+    return jnp.sum(jnp.where(live.reshape(live.shape + (1,) * (x.ndim - 1)), x, 0), axis=0)
+
+
+def _expected(tokens: Float[Array, "*b o e"], belief: Belief, room: Int[Array, " b"]) -> Float[Array, "b *q o"]:
     weights = jax.nn.softmax(belief.difficulty, axis=-1)
-    expected = jnp.sum(weights[:, None, :] * tokens, axis=-1)  # b o
-    expected = jnp.minimum(expected, room[:, None].astype(jnp.float32))
-    of_live = lambda x: jnp.sum(jnp.where(live.reshape(live.shape + (1,) * (x.ndim - 1)), x, 0), axis=0)
-    slots = jnp.sum(live, dtype=jnp.int32).astype(jnp.float32)
-    won = of_live(made.astype(jnp.float32) - (1 - SHARE) * belief.spent + belief.credit)
-    total = of_live(expected)
-    return _Outlook(total, total / policy.cost, won >= slots * (policy.cost - 1))
+    over = (weights.shape[0],) + (1,) * (tokens.ndim - 2)
+    expected = jnp.sum(weights.reshape(*over, -1) * tokens, axis=-1)
+    return jnp.minimum(expected, room.reshape(over).astype(jnp.float32))
 
 
-def account(policy: Policy, belief: Belief, choice: Int[Array, ""], live: Bool[Array, " b"]) -> Belief:
-    """The time and the count of a cycle, in the slots that took part."""
+def _affordable(policy: Policy, belief: Belief, made: Int[Array, " b"], live: Bool[Array, " b"]) -> Bool[Array, " o"]:
+    won = _of_live(made.astype(jnp.float32) - (1 - SHARE) * belief.spent + belief.credit, live)
+    return (won >= _count(live) * (policy.cost - 1)).at[0].set(True)
+
+
+def account(
+    policy: Policy, belief: Belief, choice: Int[Array, ""], made: Int[Array, " b"], live: Bool[Array, " b"]
+) -> Belief:
+    """The time, the count and the rate of a cycle that made so many tokens, in the slots that took part."""
     one = (jnp.arange(belief.used.shape[1]) == choice) & live[:, None]
-    spent = belief.spent + jnp.where(live, policy.cost[choice], 0)
-    return replace(belief, spent=spent, used=belief.used + one.astype(belief.used.dtype))
+    cost = policy.cost[choice]
+    spent = belief.spent + jnp.where(live, cost, 0)
+    now = jnp.stack([made.astype(jnp.float32), jnp.broadcast_to(cost, made.shape)], axis=-1)
+    rate = jnp.where(live[:, None], KEEP_SORT * belief.rate + (1 - KEEP_SORT) * now, belief.rate)
+    return replace(belief, spent=spent, used=belief.used + one.astype(belief.used.dtype), rate=rate)
 
 
 def account_look(policy: Policy, belief: Belief, live: Bool[Array, " b"]) -> Belief:
@@ -254,6 +267,15 @@ def learn_accepted(
     """What a cycle's accepted tokens say about the difficulty, beside how sure the draft was; plain decoding says nothing."""
     table = lax.dynamic_index_in_dim(policy.evidence, choice, axis=1, keepdims=False)
     return _learned(belief, table[sort_of(sure), accepted], jnp.float32(KEEP), live & (choice > 0))
+
+
+def learn_sure(belief: Belief, sure: Float[Array, "b n"], told: Bool[Array, "b n"]) -> Belief:
+    """What the draft's sureness at n places says about how often cycles are of each sort; of those marked in `told`."""
+    seen = (sort_of(sure)[..., None] == jnp.arange(len(OFTEN))) & told[..., None]
+    count = jnp.sum(told, axis=-1, dtype=jnp.int32)[:, None].astype(jnp.float32)
+    shares = jnp.sum(seen, axis=1, dtype=jnp.int32).astype(jnp.float32) / jnp.maximum(count, 1)
+    keep = jnp.float32(KEEP_SORT) ** count
+    return replace(belief, sorts=keep * belief.sorts + (1 - keep) * shares)
 
 
 def learn_guesses(policy: Policy, belief: Belief, right: Int[Array, " b"], guesses: Int[Array, " b"]) -> Belief:

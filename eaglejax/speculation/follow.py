@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.config import Auto
 from eaglejax.models.draft import Draft
@@ -30,6 +30,8 @@ class Ran:
     hidden: Float[Array, "b w d"]  # of every row, before the final norm
     right: Int[Array, " b"]  # first guesses that were the token that came
     guesses: Int[Array, " b"]  # of so many
+    sure: Float[Array, "b n"]  # the draft's probability of each guess
+    counted: Bool[Array, "b n"]  # the guesses there are
 
 
 def follow(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> Ran:
@@ -44,9 +46,10 @@ def follow(draft: Draft, state: State, start: Int[Array, " b"], auto: Auto) -> R
         # the draft's row i holds token i + 1: what it foretells stands at i + 2
         positions = start[:, None] + rows + 2
         hidden = take_rows(out.hidden, inside(rows))
-        _, ids = best_children(draft, hidden, positions, state.request, auto.guess, level=1)
+        best, ids = best_children(draft, hidden, positions, state.request, auto.guess, level=1)
         foretold = draft.target_ids[...][ids[..., 0]]
         came = jnp.take_along_axis(tokens, inside(rows + 1), axis=1)
         counted = rows < guessing[:, None]
         total = lambda x: jnp.sum(x, axis=-1, dtype=jnp.int32)
-        return Ran(out.rows, out.hidden, total(counted & (foretold == came)), total(counted))
+        right = total(counted & (foretold == came))
+        return Ran(out.rows, out.hidden, right, total(counted), jnp.exp(best[..., 0]), counted)

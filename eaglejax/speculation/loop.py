@@ -22,6 +22,7 @@ from eaglejax.speculation.adapt import (
     choose_sure,
     learn_accepted,
     learn_guesses,
+    learn_sure,
 )
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.draft import Tip, extend, grow, sureness
@@ -133,6 +134,9 @@ def decode_adaptively(
         state, tip, sure = look_up(models, course.state, auto)
         if simulated is not None:  # what the draft says means nothing then
             sure = jnp.full_like(sure, PRIOR_CHAIN[0])
+        live = ~state.done
+        assert state.belief is not None
+        state = replace(state, belief=learn_sure(state.belief, sure[:, None], live[:, None]))
         action = next_choice(policy, auto, state, sure)
         return replace(course, action=action, burst=jnp.int32(1), tip=tip, sure=sure, state=state)
 
@@ -146,7 +150,7 @@ def decode_adaptively(
         live = ~course.state.done
         state = settle(course.state, look(models, course.state, None, PLAIN, simulated))
         assert state.belief is not None
-        state = replace(state, belief=account(policy, state.belief, jnp.int32(0), live))
+        state = replace(state, belief=account(policy, state.belief, jnp.int32(0), live.astype(jnp.int32), live))
         return replace(course, index=course.index + 1, burst=course.burst - 1, state=state)
 
     def grown(choice: int, course: Course) -> Course:
@@ -157,7 +161,7 @@ def decode_adaptively(
         state = settle(state, outcome)
         assert state.belief is not None
         belief = learn_accepted(policy, state.belief, which, course.sure, outcome.accepted, live)
-        state = replace(state, belief=account(policy, belief, which, live))
+        state = replace(state, belief=account(policy, belief, which, outcome.accepted + 1, live))
         return looked(replace(course, index=course.index + 1, state=state))
 
     def outer(course: Course) -> Course:
@@ -242,6 +246,7 @@ def catch_up(models: Models, state: State, auto: Auto, policy: Policy) -> State:
     ran = follow(models.draft, state, start, auto)
     draft_cache = commit(state.draft_cache, ran.rows, start, jnp.maximum(count - 1, 0), ran.hidden)
     belief = learn_guesses(policy, state.belief, ran.right, ran.guesses)
+    belief = learn_sure(belief, ran.sure, ran.counted)
     belief = account_catch_up(policy, belief, ~state.done)
     return only_the_last_waits(replace(state, draft_cache=draft_cache, belief=belief))
 

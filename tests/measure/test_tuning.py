@@ -46,7 +46,7 @@ def made(engine):
         holds_for(engine._pair, 2),
         TREES,
         32,
-        Costs((1.5, 1.9), 0.3, 1.0, 2.0),
+        Costs((1.5, 1.9), 0.3, 0.1, 1.0, 2.0),
         {"greedy": Acceptance(reach, 0.5), "sampled": Acceptance(reach, 0.4)},
         {"greedy": (row, plain), "sampled": (row,)},
     )

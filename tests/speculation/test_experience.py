@@ -5,7 +5,7 @@ import numpy as np
 from eaglejax.speculation.adapt import ALLOWANCE, PRIOR, SHARE
 from eaglejax.speculation.experience import FORGET, MOST, Experience
 
-EASY = np.log(np.asarray([0.9, *[0.1 / 8] * 8], np.float32))
+EASY = np.log(np.asarray([0.9, *[0.1 / 9] * 9], np.float32))
 HARD = EASY[::-1]
 
 
@@ -21,7 +21,7 @@ def learned(difficulty, spent, made, taken, credit=ALLOWANCE):
 
 def test_the_first_wave_begins_with_the_prior():
     belief = Experience().begin(2, 3)
-    np.testing.assert_allclose(np.exp(belief.difficulty), np.broadcast_to(PRIOR, (2, 9)), rtol=1e-6)
+    np.testing.assert_allclose(np.exp(belief.difficulty), np.broadcast_to(PRIOR, (2, len(PRIOR))), rtol=1e-6)
     assert belief.credit.tolist() == [ALLOWANCE] * 2 and belief.spent.tolist() == [0, 0] and belief.used.shape == (2, 3)
 
 
