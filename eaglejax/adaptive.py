@@ -80,7 +80,7 @@ class Adaptive:
         if self._asked == "none":
             return '"auto": nothing is measured: costs and acceptance are taken for granted (tuning="none")'
         return (
-            '"auto": no tuning fits: the costs of a cycle are measured when a number of slots first decodes, in about 3 s after compiling '
+            '"auto": no tuning fits: the costs of a cycle are measured when a number of slots first decodes, in a few seconds after compiling '
             '(tuning="none" leaves that out); acceptance is taken for granted until answers show it'
         )
 

@@ -18,8 +18,9 @@ from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.state import State
 from eaglejax.wave import Job, Wave
 
-CONTEXT, CYCLES = 64, 6  # tokens of a prompt where nothing is known of the requests; cycles of one timed call
-MOST_ROUNDS, BUDGET_SECONDS = 5, 3.0  # rounds over all choices; time after the first, which compiles
+CONTEXT = 64  # tokens of a prompt where nothing is known of the requests
+LEAST_CYCLES, CALL_SECONDS = 4, 0.05  # of one timed call: a call's own cost must not show in a cycle's
+MOST_ROUNDS, BUDGET_SECONDS = 7, 6.0  # rounds over all choices; time after the first, which compiles
 PARTS = 1_000_000  # costs are shared between processes as whole millionths
 
 
@@ -94,13 +95,16 @@ def measure_costs(programs: Programs, width: int, context: int = CONTEXT) -> Cos
     begin = time.perf_counter()
     placed = [programs.place_policy(mode) for mode in measured_modes(auto)]
     run = _Run(programs, programs.slots_for(width, width), context)
-    cycles = max(1, min(CYCLES, (programs.max_len // 2) // (auto.num_steps + 1)))
-    once = lambda: [run.seconds_per_cycle(policy, cycles) for policy in placed]
-    once()
+    most = max(1, (programs.max_len // 2) // (auto.num_steps + 1))
+    few = min(LEAST_CYCLES, most)
+    once = lambda cycles: [run.seconds_per_cycle(policy, cycles) for policy in placed]
+    once(few)
+    wanted = CALL_SECONDS / max(run.seconds_per_cycle(placed[0], few), 1e-9)
+    cycles = from_first(round(min(max(wanted, few), most)))
     rounds, warm = [], time.perf_counter()
-    rounds.append(once())
+    rounds.append(once(cycles))
     more = int(BUDGET_SECONDS / max(time.perf_counter() - warm, 1e-6)) - 1
-    rounds += [once() for _ in range(from_first(max(0, min(more, MOST_ROUNDS - 1))))]
+    rounds += [once(cycles) for _ in range(from_first(max(0, min(more, MOST_ROUNDS - 1))))]
     run.close()
     ratios = [statistics.median(times[mode] / times[0] for times in rounds) for mode in range(len(placed))]
     shared = [from_first(round(ratio * PARTS)) / PARTS for ratio in ratios]

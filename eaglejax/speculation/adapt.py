@@ -64,9 +64,7 @@ class Policy:
 
     cost: Float[Array, " o"]  # float32, of a cycle with each choice, in plain steps; 1 for plain decoding
     catch_up: Float[Array, ""]  # float32, of running the draft over a window, in plain steps
-    look: Float[
-        Array, ""
-    ]  # float32, of running the draft over what was accepted last, where no tree is grown then, in plain steps
+    look: Float[Array, ""]  # float32, of the draft's run over what was accepted where no tree is grown, in plain steps
     tokens: Float[Array, "q o e"]  # float32, expected tokens of a cycle, bonus included
     evidence: Float[Array, "q o a e"]  # float32, log-probability that a cycle accepts a tokens
     guess: Float[Array, "2 e"]  # float32, log-probability that the draft's first guess is wrong, right
