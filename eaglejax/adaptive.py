@@ -80,8 +80,8 @@ class Adaptive:
         if self._asked == "none":
             return '"auto": nothing is measured: costs and acceptance are taken for granted (tuning="none")'
         return (
-            '"auto": no tuning fits: the costs of a cycle are measured when a number of slots first decodes, in a few seconds after compiling '
-            '(tuning="none" leaves that out); acceptance is taken for granted until answers show it'
+            '"auto": no tuning fits: the costs of a cycle are measured when a number of slots first decodes, in some seconds '
+            'after compiling (tuning="none" leaves that out); acceptance is taken for granted until answers show it'
         )
 
     def _tables(self, programs: Programs, width: int, sampled: bool) -> Policy:

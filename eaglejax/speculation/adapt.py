@@ -70,9 +70,7 @@ class Policy:
     guess: Float[Array, "2 e"]  # float32, log-probability that the draft's first guess is wrong, right
     forced: Int[Array, ""]  # int32: this choice in every cycle, for measurements; -1: as the tables say
     always_catch_up: Bool[Array, ""]  # bool: run the draft over the window in every cycle, for measurements
-    always_look: Bool[
-        Array, ""
-    ]  # bool: run the draft over what was accepted before every plain cycle, for measurements
+    always_look: Bool[Array, ""]  # bool: look before every plain cycle, for measurements
 
 
 @jax.tree_util.register_dataclass

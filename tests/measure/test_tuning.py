@@ -190,7 +190,7 @@ def test_other_kernels_and_another_jax_do_not_fit(folders, made, tmp_path, monke
     assert "jax 0.1, here" in str(pairs.load(*folders, slots=2, speculation="auto").load_report)
     # costs of before were timed in another way
     path.write_text(json.dumps({**made.to_json(), "version": 1}))
-    with pytest.raises(ConfigError, match="not a tuning of this version; found 1; expected 2"):
+    with pytest.raises(ConfigError, match="not a tuning of this version; found 1; expected 3"):
         pairs.load(*folders, slots=2, speculation="auto", tuning=str(path))
 
 
