@@ -46,7 +46,7 @@ def platform() -> str:
 
 
 def capability() -> str:
-    """Compute capability of the GPUs that the program being traced is for, such as "12.0"; of a plan for GPUs that nobody named, Hopper's."""
+    """Compute capability of the GPUs that the program being traced is for, such as "12.0"; in a plan for GPUs without a name, Hopper's."""
     asked = _compiled_for.get()
     if asked is not None and asked[1] is not None:
         return asked[1]

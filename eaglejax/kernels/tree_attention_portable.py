@@ -31,8 +31,9 @@ MOST_ROWS = 256  # query rows of a key/value head: each block of them reads the 
 MOST_WIDTH = 512  # of values: their sums stay in registers
 MOST_COLUMNS = 128  # of a block of a width
 MOST_RANGES = 64  # of the prefix
-LEAST_RANGE = 256  # cached rows of a range: shorter ones leave more to the merge than they read
-TILE_BYTES = 40 * 1024  # of keys and values: two tiles fit into the 99 KiB that a block may have on sm_86, sm_89 and sm_120
+LEAST_RANGE = 256  # cached rows of a range: the fewer, the more the merge has to read beside them
+# of keys and values: two tiles fit into the 99 KiB that a block may have on sm_86, sm_89 and sm_120
+TILE_BYTES = 40 * 1024
 MOST_TILE = 64
 MERGED = 8  # ranges that the merge takes at a time
 LOG2_E = math.log2(math.e)

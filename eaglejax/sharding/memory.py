@@ -171,7 +171,7 @@ def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes
         else:
             from eaglejax.kernels.tree_attention_portable import left_bytes
 
-            left = left_bytes(*shape, isinstance(attention, MLAConfig), item)
+            left = left_bytes(*shape, latent=isinstance(attention, MLAConfig), item=item)
         if left is not None:
             return 2 * rows * heads * (keys + values) * item + left
     cleared = sizes.slots * sizes.max_len * kv_heads * values * item

@@ -1,4 +1,4 @@
-"""Tree attention for GPUs other than Hopper's, without one: interpreted against float64; lowered for CUDA; compiled where jax's plugin is."""
+"""Tree attention for GPUs other than Hopper's, without one: interpreted against float64; lowered for CUDA; compiled, given jax's plugin."""
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def test_lowers_for_cuda(name, dtype, t, window):
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # ranges and merge
 
 
-# what XLA's compiler has to know that is not as for an H200: the name, capability, cores, threads and shared memory of one; those of a block
+# what XLA's compiler has to know that is not as for an H200: name, capability, cores, threads and shared memory of one; that of a block
 CARDS = {
     "sm_80": ("NVIDIA A100", "major: 8", 108, 2048, 167936, 166912),
     "sm_100": ("NVIDIA B200", "major: 10 feature_extension: ACCELERATED_FEATURES", 148, 2048, 233472, 232448),
@@ -143,7 +143,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("card", "name", "dtype"), COMPILED)
 def test_compiles_for_absent_cards(card, name, dtype, tmp_path):
-    """Shared memory is enough and no register is spilled. Nothing is run. Needs jax's GPU plugin, and without a driver JAX_PLATFORMS=cpu."""
+    """Shared memory is enough and no register is spilled. Nothing is run. Needs jax's GPU plugin; without a driver JAX_PLATFORMS=cpu."""
     file = tmp_path / f"{card}.txtpb"
     file.write_text(description(card), encoding="utf-8")
     try:
@@ -179,8 +179,9 @@ def test_chosen_where_it_is_asked_for():
     from eaglejax.kernels.select import attention_kernel
 
     given = zeros(1, 2, 2, 8, 2, 40, 96, 96, FLOAT32)
-    used = lambda: "pallas_call" in str(
-        jax.jit(lambda *given: tree_attention(*given, scale=0.1, value_dim=96)).trace(*given).jaxpr
+    used = lambda: (
+        "pallas_call"
+        in str(jax.jit(lambda *given: tree_attention(*given, scale=0.1, value_dim=96)).trace(*given).jaxpr)
     )
     with select.kernels("pallas"):
         assert attention_kernel() is None and not used()  # this is a CPU
