@@ -133,7 +133,7 @@ def tree_attention_portable(
 
 
 def left_bytes(
-    slots: int, t: int, heads: int, kv_heads: int, width: int, value_width: int, latent: bool, cached: int, item: int
+    slots: int, t: int, heads: int, kv_heads: int, width: int, value_width: int, cached: int, latent: bool, item: int
 ) -> int | None:
     """Bytes of what the ranges leave for the merge, t rows a slot over `cached` rows; None for what the kernel does not serve."""
     group = heads // kv_heads
