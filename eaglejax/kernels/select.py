@@ -13,7 +13,7 @@ from eaglejax.errors import ConfigError
 from eaglejax.kernels.experts_gpu_shape import MOST_ROUTED, MOST_ROWS
 
 VARIABLE = "EAGLEJAX_KERNELS"
-_compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
+_compiled_for: ContextVar[tuple[str, str | None] | None] = ContextVar("compiled_for", default=None)
 
 FORMS = ("auto", "xla", "pallas")
 # a context that jax's caches of traces know of: a trace made under one choice is not taken for another
@@ -41,13 +41,28 @@ def _checked(form: str, where: str) -> str:
 
 def platform() -> str:
     """Where the program being traced will run: "cpu", "gpu", "tpu"."""
-    return _compiled_for.get() or jax.default_backend()
+    asked = _compiled_for.get()
+    return jax.default_backend() if asked is None else asked[0]
+
+
+def capability() -> str:
+    """Compute capability of the GPUs that the program being traced is for, such as "12.0"; in a plan for GPUs without a name, Hopper's."""
+    asked = _compiled_for.get()
+    if asked is not None and asked[1] is not None:
+        return asked[1]
+    if jax.default_backend() != "gpu":
+        return "9.0"
+    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
 @contextmanager
-def compiling_for(name: str) -> Iterator[None]:
-    """Programs traced inside are for devices of this platform, which this machine need not have."""
-    token = _compiled_for.set(name)
+def compiling_for(name: str, capability: str | None = None) -> Iterator[None]:
+    """Programs traced inside are for devices of this platform, which this machine need not have.
+
+    Arguments:
+        capability: of the GPUs; None: of those that are here, or Hopper's.
+    """
+    token = _compiled_for.set((name, capability))
     try:
         yield
     finally:
@@ -72,6 +87,7 @@ def prefix_block(cached_rows: int) -> int | None:
 # cached rows from which the Pallas form of tree attention is used: with fewer, launches are all that counts
 PALLAS_FROM_ROWS = 1024
 PALLAS_FROM_JAX = (0, 11)  # with 0.10 the same kernels lower differently
+PORTABLE_FROM = 8  # bfloat16 on tensor cores begins with compute capability 8.0
 
 
 def no_pallas() -> str | None:
@@ -82,11 +98,20 @@ def no_pallas() -> str | None:
         return f"no GPU ({platform()})"
     if jax.__version_info__[:2] < PALLAS_FROM_JAX:
         return f"jax {jax.__version__} is too old"
-    if _compiled_for.get() is None:
-        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
-        if not capability.startswith("9."):
-            return f"not a Hopper GPU (compute capability {capability})"
+    if not (found := capability()).startswith("9."):
+        return f"not a Hopper GPU (compute capability {found})"
     return None
+
+
+def attention_kernel() -> str | None:
+    """Which kernel of ours may do tree attention in the program being traced: "hopper"; "portable", on other NVIDIA GPUs from sm_80 on and
+    only where "pallas" is asked for, as no card has run it; or None."""
+    if no_pallas() is None:
+        return "hopper"
+    if chosen_kernels() != "pallas" or platform() != "gpu" or jax.__version_info__[:2] < PALLAS_FROM_JAX:
+        return None
+    major = capability().split(".")[0]  # of an AMD GPU a name
+    return "portable" if major.isdigit() and int(major) >= PORTABLE_FROM and major != "9" else None
 
 
 def form() -> str:
@@ -94,13 +119,13 @@ def form() -> str:
     can run, or "auto": Pallas where it pays."""
     if platform() == "cpu":
         return "jnp"
-    return "xla" if no_pallas() is not None else chosen_kernels()
+    return "xla" if attention_kernel() is None else chosen_kernels()
 
 
 def attention_form(cached_rows: int, reason: str | None) -> str:
     """ "pallas" or "xla" for tree attention over this many cached rows. `reason`: why the kernel does not serve them, if so."""
     pays = cached_rows >= PALLAS_FROM_ROWS or chosen_kernels() == "pallas"
-    return "pallas" if no_pallas() is None and reason is None and pays else "xla"
+    return "pallas" if attention_kernel() is not None and reason is None and pays else "xla"
 
 
 def describe() -> list[str]:
@@ -116,6 +141,9 @@ def describe() -> list[str]:
         if reason is None:
             least = 1 if chosen_kernels() == "pallas" else PALLAS_FROM_ROWS
             attention = f"Pallas for few rows in bfloat16 over a cache of {least} rows or more, else {attention}"
+        elif attention_kernel() == "portable":
+            attention = f"Pallas (Triton) in bfloat16 and float32, never run on a card, else {attention}"
+            attention = f"{attention}; no other kernel of ours: {reason}"
         elif backend == "gpu":
             attention = f"{attention}; Pallas not used: {reason}"
         experts = "XLA, weights gathered per (row, expert) for few rows, else a loop over all experts"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from eaglejax.kernels.select import attention_form, no_pallas, prefix_block
+from eaglejax.kernels.select import attention_form, attention_kernel, prefix_block
 from eaglejax.models.rows import KVRows, Step
 
 PRECISION = lax.Precision.HIGHEST
@@ -55,14 +55,18 @@ def tree_attention(
     with jax.named_scope("attention"):
         batch, t, heads, width = queries.shape
         size = cache.keys.shape[1]
-        if no_pallas() is None and block is None:
+        kernel = attention_kernel() if block is None else None
+        if kernel is not None:
             # imported where it is used: Pallas for GPUs takes a while to import and is not the same in older versions of jax
-            from eaglejax.kernels import tree_attention_gpu as gpu
+            if kernel == "hopper":
+                from eaglejax.kernels.tree_attention_gpu import serves
+                from eaglejax.kernels.tree_attention_gpu import tree_attention_gpu as ours
+            else:
+                from eaglejax.kernels.tree_attention_portable import serves
+                from eaglejax.kernels.tree_attention_portable import tree_attention_portable as ours
 
-            if attention_form(size, gpu.serves(queries, rows, cache, value_dim)) == "pallas":
-                return gpu.tree_attention_gpu(
-                    queries, rows, cache, step, scale=scale, value_dim=value_dim, window=window, sinks=sinks
-                )
+            if attention_form(size, serves(queries, rows, cache, value_dim)) == "pallas":
+                return ours(queries, rows, cache, step, scale=scale, value_dim=value_dim, window=window, sinks=sinks)
         kv_heads = rows.keys.shape[2]
         grouped = queries.reshape(batch, t, kv_heads, heads // kv_heads, width)
         visible = step.mask

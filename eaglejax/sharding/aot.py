@@ -177,7 +177,8 @@ def compile_decode(plan: Plan, compile_for: str | None = None) -> Compiled:
         mesh,
     )
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    with compiling_for(platform):
+    capability = None if mesh is None else getattr(mesh.devices.flat[0], "compute_capability", None)
+    with compiling_for(platform, capability):
         compiled = programs.lower_decode(asked.slots).compile(QUICK if platform == "cpu" else None)
     memory: Any = compiled.memory_analysis()
     found = [one for one in read_collectives(compiled.as_text() or "") if one.loops]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
-from eaglejax.kernels.select import attention_form, compiling_for
+from eaglejax.kernels.select import attention_form, attention_kernel, compiling_for
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.speculation.adapt import DIFFICULTIES, OFTEN
 from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
@@ -142,11 +142,14 @@ def _relaid(sizes: Sizes) -> int:
     return cache_bytes(layers, sizes.slots, sizes.max_len, sizes.itemsize)
 
 
-def _in_kernels(sizes: Sizes) -> bool:
-    """Whether our kernel reads the caches of this program: it takes them as they lie."""
+def _in_kernels(sizes: Sizes) -> str | None:
+    """Which kernel of ours reads the caches of this program (`select.attention_kernel`), if any: it takes them as they lie."""
     with compiling_for(sizes.platform):
+        kernel = attention_kernel()
         # a cache of other sizes than whole units of copying stays with XLA
-        return sizes.itemsize == 2 and sizes.max_len % 8 == 0 and attention_form(sizes.max_len, None) == "pallas"
+        if kernel == "hopper" and (sizes.itemsize != 2 or sizes.max_len % 8):
+            return None
+        return kernel if attention_form(sizes.max_len, None) == "pallas" else None
 
 
 def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes: Sizes) -> int:
@@ -158,10 +161,17 @@ def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes
     else:
         keys = values = attention.head_dim
         kv_heads = attention.kv_heads
-    if _in_kernels(sizes):
-        from eaglejax.kernels.tree_attention_gpu import left_bytes  # Pallas takes a while to import
+    if kernel := _in_kernels(sizes):
+        shape = sizes.slots, per_slot, heads, kv_heads, keys, values, sizes.max_len
+        # Pallas takes a while to import
+        if kernel == "hopper":
+            from eaglejax.kernels.tree_attention_gpu import left_bytes
 
-        left = left_bytes(sizes.slots, per_slot, heads, kv_heads, keys, values, sizes.max_len)
+            left = left_bytes(*shape)
+        else:
+            from eaglejax.kernels.tree_attention_portable import left_bytes
+
+            left = left_bytes(*shape, latent=isinstance(attention, MLAConfig), item=item)
         if left is not None:
             return 2 * rows * heads * (keys + values) * item + left
     cleared = sizes.slots * sizes.max_len * kv_heads * values * item

@@ -40,3 +40,17 @@ def test_lines_of_a_hopper_gpu():
         assert lines == ["experts by XLA: 96 of 256 is not made of whole tiles of 64"]
         with select.kernels("xla"):
             assert unserved(target(narrow), 1003) == []
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our kernels need jax 0.11")
+def test_lines_of_other_gpus():
+    """Where the portable kernel of tree attention was asked for; the load report's first lines say that there is no other."""
+    with select.compiling_for("gpu", "12.0"), select.kernels("pallas"):
+        for dtype in ("bfloat16", "float32"):
+            assert unserved(target(dtype=dtype), 1003) == []
+        reason = "our kernel computes in bfloat16 and float32, not float16"
+        assert unserved(target(dtype="float16"), 1003) == [f"tree attention by XLA: {reason}"]
+        narrow = replace(ATTENTION, head_dim=24, rope=RopeConfig(1e4, 24))
+        assert unserved(target(narrow), 1003) == ["tree attention by XLA: head sizes 24 and 24 are not multiples of 16"]
+        with select.kernels("auto"):
+            assert unserved(target(narrow), 1003) == []
