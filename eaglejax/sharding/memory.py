@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
 from eaglejax.kernels.select import attention_form, compiling_for
+from eaglejax.kernels.tree_attention_shape import left_bytes
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.speculation.adapt import DIFFICULTIES
 from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
@@ -159,9 +160,8 @@ def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes
         keys = values = attention.head_dim
         kv_heads = attention.kv_heads
     if _in_kernels(sizes):
-        from eaglejax.kernels.tree_attention_gpu import left_bytes  # Pallas takes a while to import
-
-        left = left_bytes(sizes.slots, per_slot, heads, kv_heads, keys, values, sizes.max_len)
+        latent = isinstance(attention, MLAConfig)
+        left = left_bytes(sizes.slots, per_slot, heads, kv_heads, keys, values, latent, sizes.max_len)
         if left is not None:
             return 2 * rows * heads * (keys + values) * item + left
     cleared = sizes.slots * sizes.max_len * kv_heads * values * item
