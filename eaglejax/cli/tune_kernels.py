@@ -72,20 +72,20 @@ def _keys(values: dict[str, Any]) -> list[Key]:
     from eaglejax.kernels import select
     from eaglejax.measure.kernel_cases import keys_of
     from eaglejax.models.config import MoEConfig
-    from eaglejax.sharding.local_shapes import local_draft, local_target
+    from eaglejax.sharding.local_shapes import local_config
     from eaglejax.sharding.plan import MeshSize
     from eaglejax.sharding.plan_models import read_models
+    from eaglejax.sharding.rules import Placement, split_draft, split_target
 
     mesh = wrong_usage(lambda: MeshSize.read(values["mesh"]))
     if uneven := [slots for slots in values["slots"] if slots % mesh.data]:
         raise UsageError(f"--slots: not whole shares of data={mesh.data}; found {uneven[0]}")
     models = read_models(values["model"], values["draft"])
     packings = {} if models.storage is None else models.storage.packings
-    target = local_target(models.target, mesh.model, "bfloat16", values["expert_split"], packings).config
-    configs = [target]
+    placement = Placement(values["expert_split"], values["draft_placement"])
+    configs = [local_config(models.target, split_target(models.target, mesh.model, placement, []))]
     if models.draft is not None:
-        sharded = values["draft_placement"] == "sharded"
-        configs.append(local_draft(models.draft, mesh.model if sharded else 1, "bfloat16").config)
+        configs.append(local_config(models.draft, split_draft(models.draft, mesh.model, placement, [])))
     # where there is no card the shapes of one are listed
     with select.compiling_for("gpu"):
         if (reason := select.no_pallas()) is not None:
