@@ -83,7 +83,7 @@ def _keys(values: dict[str, Any]) -> list[Key]:
     models = read_models(values["model"], values["draft"])
     packings = {} if models.storage is None else models.storage.packings
     placement = Placement(values["expert_split"], values["draft_placement"])
-    configs = [local_config(models.target, split_target(models.target, mesh.model, placement, []))]
+    configs: list[Any] = [local_config(models.target, split_target(models.target, mesh.model, placement, []))]
     if models.draft is not None:
         configs.append(local_config(models.draft, split_draft(models.draft, mesh.model, placement, [])))
     # where there is no card the shapes of one are listed
