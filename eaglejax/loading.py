@@ -19,7 +19,7 @@ from eaglejax.checkpoint.target_loader import abstract_target, build_target, che
 from eaglejax.checkpoint.weight_plan import Recipe
 from eaglejax.drafting import check_draft_config
 from eaglejax.errors import ConfigError
-from eaglejax.kernels import select
+from eaglejax.kernels import select, tile_store
 from eaglejax.kernels.unserved import unserved
 from eaglejax.load_report import LoadReport
 from eaglejax.models.capture import Capture, CaptureReading
@@ -98,6 +98,7 @@ def load_pair(
     """
     report = LoadReport()
     select.chosen_kernels()  # a variable that says nonsense is refused before anything is read
+    tile_store.stored()
     check_draft_config(draft_config)
     source = resolve(model)
     draft_source = resolve(draft) if draft is not None else None
@@ -140,6 +141,7 @@ def load_pair(
     _report_text(pair)
     for line in (*select.describe(), *unserved(pair.target, 0 if capacity is None else capacity.max_len)):
         report.note("kernels", line)
+    tile_store.note_tiles(report)
     return pair
 
 

@@ -232,6 +232,21 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("out", "file to store the tuning in; default: the user's cache folder, where it is found again"),
         Flag("json", "the tuning as one JSON object on standard output", "switch"),
     ),
+    "tune_kernels": (
+        Flag("model", "whose shapes: built-in config (see configs/models), folder with a config.json, or such a file"),
+        Flag(
+            "draft", "whose shapes too: EAGLE-3 draft's config, likewise, or none; default: that of the built-in config"
+        ),
+        Flag("mesh", "devices along each axis: the shapes of one device's part; default model=1"),
+        Flag("draft_placement", "replicated (default) or sharded, as in plan"),
+        Flag("expert_split", "experts, width or auto (default), as in plan"),
+        Flag("slots", "requests decoded together, such as 1,4; default 1"),
+        Flag("max_len", "positions of the caches, such as 2048,8192; rounded up to powers of two; default 8192"),
+        Flag("rows", "rows of a slot to measure with; one choice is made for all of them; default 1,4,8"),
+        Flag("out", "file to store the choices in; default: the user's cache folder, where they are found again"),
+        Flag("print", "show shapes, rules, number of candidates and what is stored; measure nothing", "switch"),
+        Flag("json", "what was measured as one JSON object on standard output", "switch"),
+    ),
     "bench": (
         Flag("prompts", "mt_bench (default), humaneval, gsm8k, qa, random, or JSONL files; several: mt_bench,gsm8k"),
         Flag("limit", "prompts of each set, spread evenly over it; default 8; 0: all"),

@@ -29,6 +29,7 @@ COMMANDS = {
     "profile": "where the time of a cycle goes, phase by phase, from a trace of the devices; beside the floor of each phase",
     "plan": "whether and how a model fits a mesh of devices, and what a cycle costs there; from its config alone",
     "tune": "measure this machine and pair, and store the trees that --speculation=auto then chooses among",
+    "tune_kernels": "measure the tiles of our GPU kernels at a model's shapes, and store the best for this kind of device",
     "train": "train a draft on the target's own answers; the same command goes on with a run that was stopped",
     "export": "a draft, or a training run's best, in the layout that another engine reads",
     "convert": "a checkpoint in another form, bit for bit or quantised; the same command continues a run that was killed",

@@ -9,6 +9,7 @@ that only other rows chose add exact zeros to it, so what a row gets does not de
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from eaglejax.kernels import tiles
 from eaglejax.kernels.expert_tables import NOBODY, chosen_words, expert_of, how_many, weight_table
 from eaglejax.kernels.experts import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from eaglejax.kernels.experts_gpu_shape import BLOCKS, TILE, Parts, Ring, Tables, down_ring, gateup_ring, padded_rows
@@ -76,6 +78,7 @@ def experts_of_tables(
 ) -> Parts:
     """`experts_gpu` of rows whose experts stand in tables; with ids and weights where there is a `down_bias`."""
     count, d, f = down.shape
+    first, second = (plain(tiles.Key(name, (count, topk, d, f))) for name in ("gateup", "down"))
     return launch(
         x,
         tables,
@@ -84,7 +87,7 @@ def experts_of_tables(
         gate_up_bias,
         down_bias,
         shape=(count, f, d),
-        forms=(PLAIN, PLAIN),
+        forms=(first, second),
         topk=topk,
         activation=activation,
         interpret=interpret,
@@ -143,12 +146,20 @@ def _act(activation: str, gate, up):
     raise AssertionError(f"expert activation {activation!r} was not checked at config time")
 
 
+@dataclass(frozen=True)
 class Plain:
-    """How tiles of a bfloat16 weight come and are multiplied; `packed_experts_gpu` has the like for packed ones."""
+    """How tiles of a bfloat16 weight come and are multiplied; `packed_experts_gpu` has the like for packed ones.
+
+    choice: how they are cut, in place of the rule.
+    """
+
+    choice: Ring | None = None
 
     def ring(self, columns: int, *shape: int) -> Ring:
         """For [f, d] of gate and up or for [d, f] of down, by how many numbers follow."""
-        return gateup_ring(columns, *shape) if len(shape) == 1 else down_ring(columns, *shape)
+        if len(shape) == 1:
+            return gateup_ring(columns, *shape, choice=self.choice)
+        return down_ring(columns, *shape, choice=self.choice)
 
     def scratch(self, ring: Ring, tile: int, columns: int) -> dict[str, Any]:
         return {
@@ -179,7 +190,10 @@ class Plain:
         plgpu.wgmma_wait(1)  # the step before this one is done: its buffers are free
 
 
-PLAIN = Plain()
+def plain(key: tiles.Key) -> Plain:
+    """With what is chosen for this kernel and shape."""
+    choice = tiles.chosen(key)
+    return Plain(None if choice is None else Ring(*choice))
 
 
 @functools.cache
@@ -192,7 +206,7 @@ def _gateup(
     """
     count, _, f, d = shape
     columns = padded_rows(rows)
-    ring, tiles = form.ring(columns, d), f // TILE
+    ring, each = form.ring(columns, d), f // TILE  # tasks of an expert
     steps, stages, dtype = d // ring.step, ring.stages, jnp.bfloat16
 
     def experts_gateup(*refs, out, full, **buffers):
@@ -200,15 +214,15 @@ def _gateup(
         bias = [weight.pop() for _ in range(biases)]
         block = lax.axis_index("block")
         words = [words_ref[index] for index in range(-(-count // 32))]
-        tasks = lax.div(how_many(words) * tiles - block + (BLOCKS - 1), jnp.int32(BLOCKS))
+        tasks = lax.div(how_many(words) * each - block + (BLOCKS - 1), jnp.int32(BLOCKS))
         tasks = jnp.maximum(tasks, 0)
         total = tasks * steps
 
         def task_at(index):
             """Its slot, expert and first row."""
             place = block + index * BLOCKS
-            slot = lax.div(place, jnp.int32(tiles))
-            return slot, expert_of(words, slot), pl.multiple_of((place - slot * tiles) * TILE, TILE)
+            slot = lax.div(place, jnp.int32(each))
+            return slot, expert_of(words, slot), pl.multiple_of((place - slot * each) * TILE, TILE)
 
         def issue(expert, row, step, index):
             into = lax.rem(index, jnp.int32(stages))

@@ -21,7 +21,8 @@ MOST_ROUTED, MOST_ROUTER_EXPERTS, MOST_RANGES = 16, 512, 16  # of the router's k
 
 @dataclass(frozen=True)
 class Ring:
-    """`stages` buffers of `step` columns of a weight; `parts` into which the sum over the columns is cut."""
+    """`stages` buffers of `step` columns of a weight; `parts` into which the sum over the columns is cut. As a choice of `tiles`: at most
+    so many buffers."""
 
     step: int
     stages: int
@@ -68,22 +69,27 @@ def padded_rows(rows: int) -> int:
     return next(columns for columns in (8, 16, 32, 64) if rows <= columns)
 
 
-def gateup_ring(columns: int, d: int) -> Ring:
-    """For tiles of gate and up together, [2 * TILE, step]."""
-    step = next(step for step in (128, 192, 64) if d % step == 0)
-    if step == 192 and columns == 64:
-        step = 64
-    size = (2 * TILE + columns) * step * 2
+def gateup_ring(columns: int, d: int, choice: Ring | None = None) -> Ring:
+    """For tiles of gate and up together, [2 * TILE, step]; `choice` in place of the rule."""
+    space = SHARED - TILE * columns * 2
+    if choice is None:
+        step = next(step for step in (128, 192, 64) if d % step == 0)
+        if step == 192 and columns == 64:
+            step = 64
+        stages = _stages((2 * TILE + columns) * step * 2, space)
+    else:
+        step, stages = choice.step, min(choice.stages, space // ((2 * TILE + columns) * choice.step * 2))
     # no further ahead than the next task, whose expert is known
-    return Ring(step, max(2, min(_stages(size, SHARED - TILE * columns * 2), d // step + 1)))
+    return Ring(step, max(2, min(stages, d // step + 1)))
 
 
-def down_ring(columns: int, d: int, f: int) -> Ring:
-    """For tiles [TILE, step]. The parts follow from d and f alone: on them depends the order of a sum."""
-    step, parts = _down_parts(d, f)
+def down_ring(columns: int, d: int, f: int, choice: Ring | None = None) -> Ring:
+    """For tiles [TILE, step]. Step and parts follow from d and f (or `choice`) alone: on them depends the order of a sum."""
+    step, parts = _down_parts(d, f) if choice is None else (choice.step, choice.parts)
     # with more blocks than cores two share one
     space = SHARED if d // TILE * parts <= BLOCKS else SHARED // 2 - 1024
-    return Ring(step, _stages((TILE + columns) * step * 2, space - TILE * columns * 4), parts)
+    stages = _stages((TILE + columns) * step * 2, space - TILE * columns * 4)
+    return Ring(step, stages if choice is None else max(2, min(stages, choice.stages)), parts)
 
 
 def packed_ring(columns: int, d: int, f: int | None = None, *, size: int) -> Ring:
@@ -180,8 +186,10 @@ def word_count(count: int) -> int:
     return -(-count // 256) * 8
 
 
-def route_columns(d: int) -> int:
-    """Columns of the router's weight that one block multiplies."""
+def route_columns(d: int, choice: Ring | None = None) -> int:
+    """Columns of the router's weight that one block multiplies; of a `choice` its parts count."""
+    if choice is not None:
+        return d // choice.parts
     tiles = d // TILE
     return d // next(parts for parts in range(MOST_RANGES, 0, -1) if tiles % parts == 0)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Shaped
 
-from eaglejax.kernels.experts_gpu_shape import BLOCKS, ENOUGH, SHARED, padded_rows
+from eaglejax.kernels.experts_gpu_shape import BLOCKS, ENOUGH, SHARED, Ring, padded_rows
 from eaglejax.kernels.select import chosen_kernels, no_pallas
 from eaglejax.models.layers import Linear
 
@@ -75,13 +75,19 @@ def serves_shapes(rows: int, d: int, outs: Sequence[int], dtypes: Sequence[DType
     return None
 
 
-def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> Cut:
+def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None, choice: Ring | None = None) -> Cut:
     """How sums are split, and where, follows from the weights alone: what a row gets may not depend on the rows beside it.
 
     Arguments:
         parts: instead of the ones chosen here, to compare them.
+        choice: step and parts in place of the rule's, and buffers at most.
     """
     tiles, columns = tuple(out // TILE for out in outs), padded_rows(rows)
+    if choice is not None:
+        size, rest = (TILE + columns) * choice.step * 2, result_bytes(columns, choice.parts)
+        steps = d // choice.step
+        stages = max(2, min(choice.stages, (SHARED - rest) // size, steps // choice.parts + 1))
+        return Cut(tiles, choice.step, steps, stages, choice.parts)
     step = next(step for step in (128, 192, 64) if d % step == 0)
     # a split costs a round trip through the L2, so it is made only where whole cores would stand idle
     fitting = (each for each in PARTS if sum(tiles) * each <= CLUSTERED and d >= 2 * step * each)
@@ -90,9 +96,14 @@ def cut_of(rows: int, d: int, outs: Sequence[int], parts: int | None = None) -> 
     if parts == 1 and columns <= 16 and d % 256 == 0:
         step = 256  # fewer rounds, where a core has many of them and room
     size = (TILE + columns) * step * 2
-    rest = TILE * columns * 4 * (parts + 1 if parts > 1 else 1)  # the result, and parts of sums
+    rest = result_bytes(columns, parts)
     # clusters of four may not find all cores: two blocks may have to share one
     half = (SHARED // 2 - 1024 - rest) // size
     fit = half if parts > 2 and half >= 4 else (SHARED - rest) // size
     stages = max(2, min(8, fit, (ENOUGH + size) // size, d // step // parts + 1))
     return Cut(tiles, step, d // step, stages, parts)
+
+
+def result_bytes(columns: int, parts: int) -> int:
+    """Shared memory of a tile of the result, and of parts of its sum."""
+    return TILE * columns * 4 * (parts + 1 if parts > 1 else 1)

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Shaped
 
-from eaglejax.kernels.experts_gpu_shape import padded_rows
+from eaglejax.kernels import tiles
+from eaglejax.kernels.experts_gpu_shape import Ring, padded_rows
 from eaglejax.kernels.mosaic import PARAMS, load
 from eaglejax.kernels.project import TILE, Cut, cut_of
 
@@ -43,7 +44,9 @@ def project_gpu(
     lead, d = x.shape[:-1], x.shape[-1]
     flat, flats = x.reshape(-1, d), [weight.reshape(-1, d) for weight in weights]
     rows = flat.shape[0]
-    cut = cut_of(rows, d, [weight.shape[0] for weight in flats], parts)
+    widths = [weight.shape[0] for weight in flats]
+    choice = tiles.chosen(tiles.Key("project", (d, *widths))) if parts is None else None
+    cut = cut_of(rows, d, widths, parts, None if choice is None else Ring(*choice))
     if rows > 8 and rows % 8:  # missing rows are made up by the copies, but only whole tiles of 8 beyond the first
         flat = jnp.pad(flat, ((0, -rows % 8), (0, 0)))
     outs = _kernel(flat.shape[0], cut, jnp.dtype(accumulate or x.dtype), interpret)(flat, *flats)
@@ -152,7 +155,7 @@ def _kernel(rows: int, cut: Cut, dtype: Any, interpret: Any):
         plgpu.wait_smem_to_gmem(0)
 
     bf16, wide = jnp.bfloat16, jnp.float32
-    shapes = [jax.ShapeDtypeStruct((rows, tiles * TILE), dtype) for tiles in cut.tiles]
+    shapes = [jax.ShapeDtypeStruct((rows, each * TILE), dtype) for each in cut.tiles]
     scratch: dict[str, Any] = {
         "w_ring": plgpu.SMEM((stages, TILE, cut.step), bf16, transforms=TILED),
         "x_ring": plgpu.SMEM((stages, columns, cut.step), bf16, transforms=TILED),

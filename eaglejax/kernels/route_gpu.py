@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from eaglejax.kernels import tiles
 from eaglejax.kernels.expert_tables import NOBODY
-from eaglejax.kernels.experts_gpu_shape import TILE, Tables, padded_rows, route_columns, whole_tiles, word_count
+from eaglejax.kernels.experts_gpu_shape import TILE, Ring, Tables, padded_rows, route_columns, whole_tiles, word_count
 from eaglejax.kernels.mosaic import OVER_ROWS, OVER_WEIGHTS, PARAMS, load
 from eaglejax.models.config import MoEConfig
 
@@ -47,7 +48,9 @@ def route_gpu(
     n = x.shape[0]
     if n > 8 and n % 8:  # as for the experts
         x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-    parts = _product(n, x.shape, weight.shape, interpret)(x, weight)
+    choice = tiles.chosen(tiles.Key("route", (config.experts, config.topk, x.shape[1])))
+    wide = route_columns(x.shape[1], None if choice is None else Ring(*choice))
+    parts = _product(n, x.shape, weight.shape, wide, interpret)(x, weight)
     vectors = [vector for vector in (bias, correction) if vector is not None]
     table, words, *places = _choice(
         n, parts.shape, config, bias is not None, correction is not None, with_ids, interpret
@@ -57,10 +60,10 @@ def route_gpu(
 
 
 @functools.cache
-def _product(rows: int, x_shape: tuple[int, int], shape: tuple[int, int], interpret: Any):
-    """Products over each range of the columns, [ranges, e in whole tiles, padded rows], float32."""
+def _product(rows: int, x_shape: tuple[int, int], shape: tuple[int, int], wide: int, interpret: Any):
+    """Products over each range of `wide` columns, [ranges, e in whole tiles, padded rows], float32."""
     count, d = shape
-    columns, tall, wide = padded_rows(rows), whole_tiles(count), route_columns(d)
+    columns, tall = padded_rows(rows), whole_tiles(count)
     steps = wide // TILE
 
     def route_product(x, weight, parts, w_tiles, x_tiles, full):

@@ -20,14 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from eaglejax.kernels.tree_attention_shape import MOST_ROWS, most_rows, ranges, rows_of, splits_of, stages_of, tile_of
 from eaglejax.models.rows import KVRows, Step
 
-BLOCKS = 132  # multiprocessors of an H100 or H200; a block takes most of one's shared memory
-SHARED_BYTES = 232_448
-SPARE_BYTES = 6_144  # for barriers and for reductions across warps
-BLOCK_ROWS = 64  # most query rows that a block takes: its sums stay in registers
-MOST_ROWS = 256  # of a key/value head: each 64 more read the cache once more, from the second-level cache at best
-MOST_STAGES = 4
 PART = jnp.float32  # of what a range leaves
 EIGHT = 8  # rows of a unit of copying: longer arrays are of whole units
 LOG2_E = math.log2(math.e)
@@ -75,11 +70,11 @@ def serves(
         return f"a cache of {size} rows: not a multiple of {EIGHT}"
     if count > MOST_ROWS:
         return f"{count} query rows per key/value head, more than {MOST_ROWS}"
-    most = _most_rows(value_dim)
+    most = most_rows(value_dim)
     if most == 0:
         return f"values of {value_dim} do not fit into registers"
-    _, padded = _rows(count, most)
-    if _stages(padded, width, value_dim, rows.values is None, tile or _tile(width, value_dim)) < 2:
+    _, padded = rows_of(count, most)
+    if stages_of(padded, width, value_dim, rows.values is None, tile or tile_of(width, value_dim)) < 2:
         return f"{padded} rows and two tiles of width {width} do not fit into shared memory"
     return None
 
@@ -101,9 +96,9 @@ def tree_attention_gpu(
     """`tree_attention.tree_attention` for what `serves` admits; same arguments, same result up to rounding.
 
     Arguments:
-        tile: keys of a tile, 64 or 128; by default by size.
-        splits: ranges of keys; by default as many as fill the card.
-        block_rows: most query rows that share a block, a multiple of 8; by default as many as registers hold.
+        tile: keys of a tile, 64 or 128; by default, as for the next two, what is stored for this shape, else by size.
+        splits: ranges of keys; by rule as many as fill the card.
+        block_rows: most query rows that share a block, a multiple of 8; by rule as many as registers hold.
     """
     batch, t, heads, width = queries.shape
     kv_heads, step_rows = rows.keys.shape[2], rows.keys.shape[1]
@@ -111,11 +106,14 @@ def tree_attention_gpu(
         rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -step_rows % EIGHT), (0, 0), (0, 0))), rows)
     group = heads // kv_heads
     latent = rows.values is None
-    blocks, padded = _rows(t * group, block_rows or _most_rows(value_dim))
-    tile = tile or _tile(width, value_dim)
-    tiles = pl.cdiv(cache.keys.shape[1], tile) + pl.cdiv(step_rows, tile)
-    splits = min(splits or _splits(batch * kv_heads * blocks), tiles)
-    stages = min(_stages(padded, width, value_dim, latent, tile), tiles)
+    cached = cache.keys.shape[1]
+    chosen = ranges(batch, t, heads, kv_heads, width, value_dim, latent, cached)
+    blocks, padded = rows_of(t * group, block_rows or chosen.block_rows)
+    tile = tile or chosen.tile
+    tiles = pl.cdiv(cached, tile) + pl.cdiv(step_rows, tile)
+    splits = splits or (splits_of(batch * kv_heads * blocks) if block_rows else chosen.splits)
+    splits = min(splits, tiles)
+    stages = min(stages_of(padded, width, value_dim, latent, tile), tiles)
     cut = Cut(padded, blocks, width, value_dim, latent, tile, stages, splits, window, scale)
 
     grouped = queries.reshape(batch, t, kv_heads, group, width).transpose(0, 2, 1, 3, 4)
@@ -131,48 +129,11 @@ def tree_attention_gpu(
     return _merge(cut, queries, kv_heads, mixed, weight, sinks)
 
 
-def left_bytes(slots: int, t: int, heads: int, kv_heads: int, width: int, value_width: int, cached: int) -> int | None:
-    """Bytes of what the ranges leave for the merge, t rows a slot over `cached` rows; None for what the kernel does not serve."""
-    count, most = t * heads // kv_heads, _most_rows(value_width)
-    if width % 64 or value_width % 64 or count > MOST_ROWS or most == 0:
-        return None
-    blocks, padded = _rows(count, most)
-    tile = _tile(width, value_width)
-    splits = min(_splits(slots * kv_heads * blocks), pl.cdiv(cached, tile) + pl.cdiv(t, tile))
-    values = pl.cdiv(value_width, 128) * 128
-    return slots * kv_heads * blocks * splits * padded * (values + 1) * jnp.dtype(PART).itemsize
-
-
-def _splits(blocks: int) -> int:
-    """Ranges of keys for so many blocks of query rows, so that all together fill the card."""
-    return max(BLOCKS // blocks, 1)
-
-
-def _most_rows(value_width: int) -> int:
-    """Query rows of a block whose sums, and what is added to them, fit into the registers of its 128 threads."""
-    return min(BLOCK_ROWS, 64 * 256 // value_width if value_width > 256 else 64 * 128 // value_width) // 8 * 8
-
-
-def _rows(count: int, most: int) -> tuple[int, int]:
-    """Blocks of query rows, and the rows of each with padding."""
-    blocks = pl.cdiv(count, most)
-    return blocks, pl.cdiv(count, 8 * blocks) * 8
-
-
 def _in_blocks(x: Array, cut: Cut, axis: int) -> Array:
     """Pads the query rows along an axis and splits it into blocks."""
     spare = [(0, 0)] * x.ndim
     spare[axis] = (0, cut.blocks * cut.rows - x.shape[axis])
     return jnp.pad(x, spare).reshape(*x.shape[:axis], cut.blocks, cut.rows, *x.shape[axis + 1 :])
-
-
-def _tile(width: int, value_width: int) -> int:
-    return 128 if max(width, value_width) <= 128 else 64
-
-
-def _stages(rows: int, width: int, value_width: int, latent: bool, tile: int) -> int:
-    held = 2 * rows * (width + tile) + SPARE_BYTES
-    return min((SHARED_BYTES - held) // (2 * tile * (width + (0 if latent else value_width))), MOST_STAGES)
 
 
 def _arrays(rows: KVRows) -> list[Array]:

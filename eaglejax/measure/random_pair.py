@@ -20,7 +20,7 @@ from jaxtyping import Array, DTypeLike
 from eaglejax.config import PLAIN
 from eaglejax.engine import EagleJaxEngine
 from eaglejax.errors import ConfigError
-from eaglejax.kernels import select
+from eaglejax.kernels import select, tile_store
 from eaglejax.kernels.unserved import unserved
 from eaglejax.load_report import LoadReport
 from eaglejax.loading import Pair
@@ -124,6 +124,7 @@ def random_pair(
         report.note("mesh", line)
     for line in (*select.describe(), *unserved(pair.target, capacity.max_len)):
         report.note("kernels", line)
+    tile_store.note_tiles(report)
     return pair
 
 

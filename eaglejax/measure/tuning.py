@@ -17,7 +17,7 @@ from flax import nnx
 from eaglejax.checkpoint.builtin import cache_folder
 from eaglejax.config import Auto, Speculation
 from eaglejax.errors import ConfigError
-from eaglejax.kernels import select
+from eaglejax.kernels import select, tile_store
 from eaglejax.loading import Pair
 from eaglejax.measure.cycle_costs import Costs
 from eaglejax.measure.environment import usable_cores
@@ -39,8 +39,8 @@ class HoldsFor:
     """The machine and the pair a tuning was measured with. Names are for people; fingerprints tell configs apart, and weights by their
     vectors (norms, ids).
 
-    slots: of the waves whose costs are stored; acceptance holds for any number. kernels: `select.form`. jax: its version, which compiles
-        them.
+    slots: of the waves whose costs are stored; acceptance holds for any number. kernels: `select.form`, and whether stored tiles were in
+        use. jax: its version, which compiles them.
     """
 
     target: str
@@ -289,7 +289,7 @@ def holds_for(pair: Pair, slots: int) -> HoldsFor:
         mesh=",".join(f"{axis}={axis_size(pair.mesh, axis)}" for axis in AXES),
         draft_placement="sharded" if sharded else "replicated",
         slots=slots,
-        kernels=select.form(),
+        kernels=select.form() + tile_store.mark(),
         jax=jax.__version__,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from eaglejax.config import Auto, Speculation
 from eaglejax.kernels.experts import gather_pays
 from eaglejax.kernels.select import attention_form, attention_kernel, compiling_for
+from eaglejax.kernels.tree_attention_shape import left_bytes
 from eaglejax.models.config import DenseConfig, DraftConfig, GQAConfig, LayerConfig, MLAConfig, MoEConfig, TargetConfig
 from eaglejax.speculation.adapt import DIFFICULTIES, OFTEN
 from eaglejax.speculation.programs import PREFILL_BUCKETS, pending_rows, stop_width
@@ -162,16 +163,14 @@ def _attention(attention: GQAConfig | MLAConfig, rows: int, per_slot: int, sizes
         keys = values = attention.head_dim
         kv_heads = attention.kv_heads
     if kernel := _in_kernels(sizes):
-        shape = sizes.slots, per_slot, heads, kv_heads, keys, values, sizes.max_len
-        # Pallas takes a while to import
+        latent, shape = isinstance(attention, MLAConfig), (sizes.slots, per_slot, heads, kv_heads, keys, values)
         if kernel == "hopper":
-            from eaglejax.kernels.tree_attention_gpu import left_bytes
-
-            left = left_bytes(*shape)
+            left = left_bytes(*shape, latent, sizes.max_len)
         else:
-            from eaglejax.kernels.tree_attention_portable import left_bytes
+            # Pallas takes a while to import
+            from eaglejax.kernels import tree_attention_portable as portable
 
-            left = left_bytes(*shape, latent=isinstance(attention, MLAConfig), item=item)
+            left = portable.left_bytes(*shape, sizes.max_len, latent=latent, item=item)
         if left is not None:
             return 2 * rows * heads * (keys + values) * item + left
     cleared = sizes.slots * sizes.max_len * kv_heads * values * item

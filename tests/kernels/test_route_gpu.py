@@ -100,7 +100,9 @@ def test_products_are_float32():
     x, weight, *none = problem(5, config, d=d)
     assert route_columns(d) == 2 * TILE
     check(x, weight, *none, config)
-    parts = _product(5, x.shape, weight.shape, plgpu.InterpretGPUParams())(jnp.asarray(x), jnp.asarray(weight))
+    parts = _product(5, x.shape, weight.shape, route_columns(d), plgpu.InterpretGPUParams())(
+        jnp.asarray(x), jnp.asarray(weight)
+    )
     got = np.asarray(parts).astype(np.float64).sum(0)[:72, :5].T
     np.testing.assert_allclose(got, x.astype(np.float64) @ weight.astype(np.float64).T, atol=2e-6, rtol=0)
 
