@@ -15,7 +15,7 @@ from eaglejax.measure.replay import GrownTree, Text
 from eaglejax.sharding.layout import fetch
 from eaglejax.sharding.mesh import DATA
 from eaglejax.speculation.draft import extend, grow
-from eaglejax.speculation.loop import look, settle
+from eaglejax.speculation.loop import attempt, settle
 from eaglejax.speculation.programs import Programs
 from eaglejax.speculation.state import Models, State
 from eaglejax.wave import Job, Wave
@@ -38,7 +38,7 @@ def look_ahead_step(models: Models, state: State, specs: Sequence[Speculation]) 
     root = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0)[:, None], axis=-1)[:, 0]
     trees = [grow(models.draft, draft_cache, tip, root, positions, state.request, spec) for spec in specs]
     found = [part for tree in trees for part in (tree.tokens, tree.parents, tree.depths, tree.scores)]
-    return settle(state, look(models, state, tip, PLAIN)), found
+    return settle(state, attempt(models, state, tip, PLAIN)), found
 
 
 class LookAhead:

@@ -86,7 +86,7 @@ def cycle(
     # 2. grow: a tree of candidates below the last committed token
     # 3. verify: the target draws the token after every node
     # 4. accept: follow the drawn tokens down the tree
-    outcome = look(models, state, tip, spec, simulated, plain_rows)
+    outcome = attempt(models, state, tip, spec, simulated, plain_rows)
     # 5. commit: cache rows of the root and the accepted nodes; the tokens drawn at them (accepted ones, then the bonus)
     return settle(state, outcome)
 
@@ -99,8 +99,9 @@ class Course:
     index: Int[Array, ""]  # cycles so far
     action: Int[Array, ""]  # one of `Auto.choices`, or beyond them: look, then catch up
     burst: Int[Array, ""]  # plain cycles until the next choosing
-    tip: Tip  # what a tree grows from, once the draft has looked
-    sure: Float[Array, " b"]  # how sure it is of the token after the root
+    looked: Bool[Array, ""]  # the draft has run over all that was accepted, and the action is chosen by that
+    tip: Tip  # what a tree grows from then
+    sure: Float[Array, " b"]  # how sure the draft is of the token after the root then
     state: State
 
 
@@ -131,14 +132,14 @@ def decode_adaptively(
         return replace(course, action=action, burst=burst, state=state)
 
     def looked(course: Course) -> Course:
-        state, tip, sure = look_up(models, course.state, auto)
+        state, tip, sure = look(models, course.state, auto)
         if simulated is not None:  # what the draft says means nothing then
             sure = jnp.full_like(sure, PRIOR_CHAIN[0])
         live = ~state.done
         assert state.belief is not None
         state = replace(state, belief=learn_sure(state.belief, sure[:, None], live[:, None]))
         action = next_choice(policy, auto, state, sure)
-        return replace(course, action=action, burst=jnp.int32(1), tip=tip, sure=sure, state=state)
+        return Course(course.index, action, jnp.int32(1), jnp.bool_(True), tip, sure, state)
 
     def looked_alone(course: Course) -> Course:
         state = course.state
@@ -148,14 +149,14 @@ def decode_adaptively(
 
     def plain(course: Course) -> Course:
         live = ~course.state.done
-        state = settle(course.state, look(models, course.state, None, PLAIN, simulated))
+        state = settle(course.state, attempt(models, course.state, None, PLAIN, simulated))
         assert state.belief is not None
         state = replace(state, belief=account(policy, state.belief, jnp.int32(0), live.astype(jnp.int32), live))
-        return replace(course, index=course.index + 1, burst=course.burst - 1, state=state)
+        return replace(course, index=course.index + 1, burst=course.burst - 1, looked=jnp.bool_(False), state=state)
 
     def grown(choice: int, course: Course) -> Course:
         live, which = ~course.state.done, jnp.int32(choice)
-        outcome = look(models, course.state, course.tip, auto.choices[choice], simulated)
+        outcome = attempt(models, course.state, course.tip, auto.choices[choice], simulated)
         # the row that still waits is the tip's own
         state = replace(course.state, pending_count=jnp.zeros_like(course.state.pending_count))
         state = settle(state, outcome)
@@ -165,7 +166,8 @@ def decode_adaptively(
         return looked(replace(course, index=course.index + 1, state=state))
 
     def outer(course: Course) -> Course:
-        action, burst = next_action(policy, auto, course.state, False)
+        by_text = next_action(policy, auto, course.state, False)
+        action, burst = jax.tree.map(partial(jnp.where, course.looked), (course.action, course.burst), by_text)
         course = replace(course, action=action, burst=burst)
         # the draft's guesses beside what came may change the choice, so this comes first
         taken = lambda action: lambda course: (course.action == action) & running(course)
@@ -177,10 +179,10 @@ def decode_adaptively(
             course = lax.while_loop(taken(choice), partial(grown, choice), course)
         return course
 
-    shapes = jax.eval_shape(lambda: jax.tree.leaves(look_up(models, state, auto)[1:]))
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(look(models, state, auto)[1:]))
     *tip, sure = (jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
     zero = jnp.int32(0)
-    return lax.while_loop(running, outer, Course(zero, zero, zero, Tip(*tip), sure, state)).state
+    return lax.while_loop(running, outer, Course(zero, zero, zero, jnp.bool_(False), Tip(*tip), sure, state)).state
 
 
 def next_action(policy: Policy, auto: Auto, state: State, caught_up: bool) -> tuple[Int[Array, ""], Int[Array, ""]]:
@@ -214,7 +216,7 @@ def _made(state: State) -> Int[Array, " b"]:
     return state.length - state.request.prompt_length - 1
 
 
-def look_up(models: Models, state: State, auto: Auto) -> tuple[State, Tip, Float[Array, " b"]]:
+def look(models: Models, state: State, auto: Auto) -> tuple[State, Tip, Float[Array, " b"]]:
     """The draft runs over the rows that wait, as many as a tree takes along: what a tree grows from, and how sure the draft is.
 
     The last row goes on waiting: running it again changes nothing, and what it says is not kept between calls."""
@@ -262,7 +264,7 @@ class Outcome:
     accepted: Int[Array, " b"]  # accepted drafted tokens
 
 
-def look(
+def attempt(
     models: Models,
     state: State,
     tip: Tip | None,
