@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,9 @@ class Tally:
     time: float = 0.0
 
 
-@jax.jit
-def _worth(policy: Policy, belief: Belief, made):
-    return adapt.choose(policy, belief, made, ROOM, LIVE) > 0
+@partial(jax.jit, static_argnames="looked")
+def _worth(policy: Policy, belief: Belief, made, looked: bool = False):
+    return adapt.choose(policy, belief, made, ROOM, LIVE, looked) > 0
 
 
 @jax.jit
@@ -68,7 +69,7 @@ def _chosen(policy: Policy, belief: Belief, made, sure):
     """The choice once the draft has looked, and what is believed then."""
     belief = adapt.learn_sure(belief, sure[:, None], LIVE[:, None])
     choice = adapt.choose_sure(policy, belief, sure, made, ROOM, LIVE)
-    return jnp.where(_worth(policy, belief, made), choice, 0), belief
+    return jnp.where(_worth(policy, belief, made, looked=True), choice, 0), belief
 
 
 @jax.jit

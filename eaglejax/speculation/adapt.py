@@ -156,17 +156,24 @@ def fresh_belief(
 
 
 def choose(
-    policy: Policy, belief: Belief, made: Int[Array, " b"], room: Int[Array, " b"], live: Bool[Array, " b"]
+    policy: Policy,
+    belief: Belief,
+    made: Int[Array, " b"],
+    room: Int[Array, " b"],
+    live: Bool[Array, " b"],
+    looked: bool = False,
 ) -> Int[Array, ""]:
     """Whether speculation is worth the draft's looking, by the text alone: 0, or the choice that is best of all cycles together.
 
     Arguments:
         made: tokens that the slot's cycles have made so far.
         room: tokens that it may still make.
+        looked: whether the draft has looked and its time is spent; else a tree has to be affordable after that.
     """
     tokens = _expected(policy.tokens[None], belief, room)  # b q o
     often, slots = belief.sorts[..., None], _count(live)
-    affordable = _affordable(policy, belief, made, live)
+    # a look that no tree could follow would use up the credit, bit by bit, that windows bring back
+    affordable = _affordable(policy, belief, made, live, jnp.float32(0) if looked else policy.look)
     # beyond what their time would make at plain decoding's rate: one choice for all cycles, and the best for each
     gain = lambda tokens: jnp.where(affordable, tokens - MARGIN * _cost(policy), -jnp.inf)
     always = gain(_of_live(jnp.sum(often * tokens, axis=1), live) / slots)
@@ -196,7 +203,7 @@ def choose_sure(
     tokens = _of_live(_expected(policy.tokens[sort_of(sure)], belief, room), live)
     late, cost = _of_live(belief.rate, live)
     rate = jnp.maximum(late / jnp.maximum(cost, LEAST), 1) * _count(live)
-    gain = jnp.where(_affordable(policy, belief, made, live), tokens - rate * _cost(policy), -jnp.inf)
+    gain = jnp.where(_affordable(policy, belief, made, live, jnp.float32(0)), tokens - rate * _cost(policy), -jnp.inf)
     return jnp.where(policy.forced >= 0, policy.forced, jnp.argmax(gain).astype(jnp.int32))
 
 
@@ -225,9 +232,12 @@ def _expected(tokens: Float[Array, "*b o e"], belief: Belief, room: Int[Array, "
     return jnp.minimum(expected, room.reshape(over).astype(jnp.float32))
 
 
-def _affordable(policy: Policy, belief: Belief, made: Int[Array, " b"], live: Bool[Array, " b"]) -> Bool[Array, " o"]:
+def _affordable(
+    policy: Policy, belief: Belief, made: Int[Array, " b"], live: Bool[Array, " b"], before: Float[Array, ""]
+) -> Bool[Array, " o"]:
+    """`before`: time that goes by before the cycle, in plain steps."""
     won = _of_live(made.astype(jnp.float32) - (1 - SHARE) * belief.spent + belief.credit, live)
-    return (won >= _count(live) * (policy.cost - 1)).at[0].set(True)
+    return (won >= _count(live) * (policy.cost - 1 + before)).at[0].set(True)
 
 
 def account(

@@ -208,7 +208,7 @@ def next_choice(policy: Policy, auto: Auto, state: State, sure: Float[Array, " b
     belief, live = state.belief, ~state.done
     assert belief is not None
     room = state.request.limit - state.length
-    worth = choose(policy, belief, _made(state), room, live) > 0
+    worth = choose(policy, belief, _made(state), room, live, looked=True) > 0
     return jnp.where(worth, choose_sure(policy, belief, sure, _made(state), room, live), 0)
 
 

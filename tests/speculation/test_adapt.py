@@ -135,6 +135,16 @@ def test_right_guesses_lend_credit_to_a_slot_that_has_lost_all_of_it():
     assert int(choose(POLICY, poor, made, room, live)) == 0
 
 
+def test_no_look_where_no_tree_could_follow():
+    """Looks that end in nothing would use up what windows bring back: a slot short of credit would look for ever and grow nothing."""
+    live, room = jnp.ones((1,), bool), ints(1000)
+    cheapest, look = 0.3, float(POLICY.look)
+    at = lambda credit, looked: int(choose(POLICY, fresh_belief(1, 3, credit=credit), ints(0), room, live, looked))
+    assert at(cheapest + look + 0.01, False) > 0
+    assert at(cheapest + look / 2, False) == 0 and at(cheapest + look / 2, True) > 0
+    assert at(cheapest - 0.01, True) == 0
+
+
 def test_one_choice_for_the_sum_of_the_live_slots():
     belief = fresh_belief(3, 3)
     bad = ints(0, 0, 3)
