@@ -149,7 +149,7 @@ def test_the_tables_change_without_a_compile_and_costs_decide(grouped):
         state = run(programs, state, tables, 6)
         used.append([int(n) for n in state.belief.used[0]])
         # a look of its own only before plain cycles and at the call's beginning: a tree's cycle ends with one, whichever comes next
-        alone = float(state.belief.spent[0]) - float(state.belief.used[0] @ tables.cost)
+        alone = float(state.belief.spent[0]) - float(np.asarray(state.belief.used[0]) @ np.asarray(tables.cost))
         assert -1e-3 < alone < float(tables.look) * (used[-1][0] + 1) + 1e-3
     assert used[0] == [6, 0, 0] and used[1][1] > 3
 
