@@ -34,6 +34,9 @@ from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
 
 BURST = 8  # plain cycles of "auto" between two choosings
+LONE_ROWS = (
+    2  # that the draft runs over at most in a look that ends no tree's cycle: the last one again, and a plain step's
+)
 
 
 def decode(
@@ -131,8 +134,8 @@ def decode_adaptively(
         action, burst = next_action(policy, auto, state, True)
         return replace(course, action=action, burst=burst, state=state)
 
-    def looked(course: Course) -> Course:
-        state, tip, sure = look(models, course.state, auto)
+    def looked(course: Course, rows: int) -> Course:
+        state, tip, sure = look(models, course.state, auto, rows)
         if simulated is not None:  # what the draft says means nothing then
             sure = jnp.full_like(sure, PRIOR_CHAIN[0])
         live = ~state.done
@@ -145,7 +148,7 @@ def decode_adaptively(
         state = course.state
         assert state.belief is not None
         belief = account_look(policy, state.belief, ~state.done)
-        return looked(replace(course, state=replace(state, belief=belief)))
+        return looked(replace(course, state=replace(state, belief=belief)), LONE_ROWS)
 
     def plain(course: Course) -> Course:
         live = ~course.state.done
@@ -163,7 +166,7 @@ def decode_adaptively(
         assert state.belief is not None
         belief = learn_accepted(policy, state.belief, which, course.sure, outcome.accepted, live)
         state = replace(state, belief=account(policy, belief, which, outcome.accepted + 1, live))
-        return looked(replace(course, index=course.index + 1, state=state))
+        return looked(replace(course, index=course.index + 1, state=state), auto.choices[choice].num_steps + 1)
 
     def outer(course: Course) -> Course:
         by_text = next_action(policy, auto, course.state, False)
@@ -179,7 +182,7 @@ def decode_adaptively(
             course = lax.while_loop(taken(choice), partial(grown, choice), course)
         return course
 
-    shapes = jax.eval_shape(lambda: jax.tree.leaves(look(models, state, auto)[1:]))
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(look(models, state, auto, 1)[1:]))
     *tip, sure = (jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
     zero = jnp.int32(0)
     return lax.while_loop(running, outer, Course(zero, zero, zero, jnp.bool_(False), Tip(*tip), sure, state)).state
@@ -190,16 +193,16 @@ def next_action(policy: Policy, auto: Auto, state: State, caught_up: bool) -> tu
     belief, live = state.belief, ~state.done
     assert belief is not None
     choice = choose(policy, belief, _made(state), state.request.limit - state.length, live)
-    waiting, most = jnp.max(state.pending_count), auto.num_steps + 1
+    waiting = jnp.max(state.pending_count)
     # a young answer looks up sooner: beginnings are unlike what follows, and half of a short answer would be over by then
     young = jnp.min(jnp.where(live, _made(state), auto.window)) < auto.window
-    full = jnp.where(young, max(auto.window // 2, most + 1), auto.window)
+    full = jnp.where(young, max(auto.window // 2, LONE_ROWS + 1), auto.window)
     burst = jnp.where(policy.always_catch_up, 1, jnp.clip(full - waiting, 1, BURST)).astype(jnp.int32)
     looks = (choice > 0) | policy.always_look
     action = jnp.where(looks, len(auto.choices), 0).astype(jnp.int32)
     if caught_up:
         return action, burst
-    behind = (waiting >= full) | (looks & (waiting > most)) | policy.always_catch_up
+    behind = (waiting >= full) | (looks & (waiting > LONE_ROWS)) | policy.always_catch_up
     return jnp.where(behind, len(auto.choices) + 1, action).astype(jnp.int32), burst
 
 
@@ -216,13 +219,13 @@ def _made(state: State) -> Int[Array, " b"]:
     return state.length - state.request.prompt_length - 1
 
 
-def look(models: Models, state: State, auto: Auto) -> tuple[State, Tip, Float[Array, " b"]]:
-    """The draft runs over the rows that wait, as many as a tree takes along: what a tree grows from, and how sure the draft is.
+def look(models: Models, state: State, auto: Auto, rows: int) -> tuple[State, Tip, Float[Array, " b"]]:
+    """The draft runs over the rows that wait, `rows` at most: what a tree grows from, and how sure the draft is.
 
     The last row goes on waiting: running it again changes nothing, and what it says is not kept between calls."""
     assert models.draft is not None
-    most, start, count = auto.num_steps + 1, state.length - 1 - state.pending_count, state.pending_count
-    tokens, features = state.pending_tokens[:, :most], state.pending_features[:, :most]
+    start, count = state.length - 1 - state.pending_count, state.pending_count
+    tokens, features = state.pending_tokens[:, :rows], state.pending_features[:, :rows]
     draft_cache, tip = extend(models.draft, state.draft_cache, tokens, features, start, count)
     sure = sureness(models.draft, tip, state.length - 1, state.request, auto.guess)
     return only_the_last_waits(replace(state, draft_cache=draft_cache)), tip, sure
