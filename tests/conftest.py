@@ -19,7 +19,7 @@ if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 # Threads that XLA may use. By itself it makes as many as devices, and collectives hold them while they wait: once a program on a mesh
-# stood still until XLA ended the process. With some to spare the tests of meshes also take less time (220 s against 258).
+# stood still until XLA ended the process. With some to spare tests of meshes also take less time (226 s against 265).
 os.environ.setdefault("NPROC", "24")
 
 import jax  # noqa: E402

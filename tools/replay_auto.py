@@ -61,14 +61,14 @@ class Tally:
 
 @partial(jax.jit, static_argnames="looked")
 def _worth(policy: Policy, belief: Belief, made, looked: bool = False):
-    return adapt.choose(policy, belief, made, ROOM, LIVE, looked) > 0
+    return adapt.worth_looking(policy, belief, made, ROOM, LIVE, looked)
 
 
 @jax.jit
 def _chosen(policy: Policy, belief: Belief, made, sure):
     """The choice once the draft has looked, and what is believed then."""
     belief = adapt.learn_sure(belief, sure[:, None], LIVE[:, None])
-    choice = adapt.choose_sure(policy, belief, sure, made, ROOM, LIVE)
+    choice = adapt.choose(policy, belief, sure, made, ROOM, LIVE)
     return jnp.where(_worth(policy, belief, made, looked=True), choice, 0), belief
 
 

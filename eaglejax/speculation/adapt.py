@@ -7,9 +7,9 @@ cycles accepted and fading towards the prior.
 
 How sure the draft is of its first token says what to expect of the very next cycle: a long chain where it is sure, none where it is at a
 loss. Cycles are sorted by that, and shares are kept for each sort. Trees cost what they cost whether their tokens are good or not, so one
-tree for all cycles is too long for some and too short for others. `choose_sure` takes the tree that makes most beyond what its time makes
-at the rate of late; to know how sure the draft is it has to be run (a look), so `choose` says first, by the text alone, whether that pays:
-by how often the slot's cycles were of each sort.
+tree for all cycles is too long for some and too short for others. `choose` takes the tree that makes most beyond what its time makes
+at the rate of late. To know how sure the draft is it has to be run (a look), so `worth_looking` says first, by the text alone, whether
+that pays: by how often the slot's cycles were of each sort.
 
 What speculation may lose is accounted for: a slot knows what its cycles have cost, in plain steps, and what it made of them. A tree that
 would overdraw the slot's credit if nothing of it were accepted is not chosen, however good it looks. The credit is a small allowance, or
@@ -155,15 +155,15 @@ def fresh_belief(
     )
 
 
-def choose(
+def worth_looking(
     policy: Policy,
     belief: Belief,
     made: Int[Array, " b"],
     room: Int[Array, " b"],
     live: Bool[Array, " b"],
     looked: bool = False,
-) -> Int[Array, ""]:
-    """Whether speculation is worth the draft's looking, by the text alone: 0, or the choice that is best of all cycles together.
+) -> Bool[Array, ""]:
+    """Whether speculation is worth the draft's looking, by the text alone.
 
     Arguments:
         made: tokens that the slot's cycles have made so far.
@@ -182,11 +182,10 @@ def choose(
     best = jnp.max(always)
     worth = best + (each - best) / jnp.sqrt(slots)
     pays = (worth > 0) & jnp.any(affordable[1:])
-    choice = jnp.where(pays, 1 + jnp.argmax(always[1:]), 0).astype(jnp.int32)
-    return jnp.where(policy.forced >= 0, policy.forced, choice)
+    return jnp.where(policy.forced >= 0, policy.forced > 0, pays)
 
 
-def choose_sure(
+def choose(
     policy: Policy,
     belief: Belief,
     sure: Float[Array, " b"],
@@ -198,7 +197,7 @@ def choose_sure(
 
     Arguments:
         sure: the draft's probability of its best token after the root.
-        made, room: see `choose`.
+        made, room: see `worth_looking`.
     """
     tokens = _of_live(_expected(policy.tokens[sort_of(sure)], belief, room), live)
     late, cost = _of_live(belief.rate, live)

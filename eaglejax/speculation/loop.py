@@ -19,10 +19,10 @@ from eaglejax.speculation.adapt import (
     account_catch_up,
     account_look,
     choose,
-    choose_sure,
     learn_accepted,
     learn_guesses,
     learn_sure,
+    worth_looking,
 )
 from eaglejax.speculation.cache import commit, put_rows, take_rows
 from eaglejax.speculation.draft import Tip, extend, grow, sureness
@@ -34,9 +34,7 @@ from eaglejax.speculation.tree import root_only
 from eaglejax.speculation.verify import accept, join_features, verify
 
 BURST = 8  # plain cycles of "auto" between two choosings
-LONE_ROWS = (
-    2  # that the draft runs over at most in a look that ends no tree's cycle: the last one again, and a plain step's
-)
+LONE_ROWS = 2  # of a look that ends no tree's cycle, at most: the last one again, and a plain step's
 
 
 def decode(
@@ -192,13 +190,13 @@ def next_action(policy: Policy, auto: Auto, state: State, caught_up: bool) -> tu
     """`Course.action` and `Course.burst`, by the text alone. `caught_up`: the draft has just done so, and need not again."""
     belief, live = state.belief, ~state.done
     assert belief is not None
-    choice = choose(policy, belief, _made(state), state.request.limit - state.length, live)
+    worth = worth_looking(policy, belief, _made(state), state.request.limit - state.length, live)
     waiting = jnp.max(state.pending_count)
     # a young answer looks up sooner: beginnings are unlike what follows, and half of a short answer would be over by then
     young = jnp.min(jnp.where(live, _made(state), auto.window)) < auto.window
     full = jnp.where(young, max(auto.window // 2, LONE_ROWS + 1), auto.window)
     burst = jnp.where(policy.always_catch_up, 1, jnp.clip(full - waiting, 1, BURST)).astype(jnp.int32)
-    looks = (choice > 0) | policy.always_look
+    looks = worth | policy.always_look
     action = jnp.where(looks, len(auto.choices), 0).astype(jnp.int32)
     if caught_up:
         return action, burst
@@ -211,8 +209,8 @@ def next_choice(policy: Policy, auto: Auto, state: State, sure: Float[Array, " b
     belief, live = state.belief, ~state.done
     assert belief is not None
     room = state.request.limit - state.length
-    worth = choose(policy, belief, _made(state), room, live, looked=True) > 0
-    return jnp.where(worth, choose_sure(policy, belief, sure, _made(state), room, live), 0)
+    worth = worth_looking(policy, belief, _made(state), room, live, looked=True)
+    return jnp.where(worth, choose(policy, belief, sure, _made(state), room, live), 0)
 
 
 def _made(state: State) -> Int[Array, " b"]:

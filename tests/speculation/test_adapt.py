@@ -23,7 +23,6 @@ from eaglejax.speculation.adapt import (
     account_catch_up,
     account_look,
     choose,
-    choose_sure,
     fresh_belief,
     learn_accepted,
     learn_guesses,
@@ -31,6 +30,7 @@ from eaglejax.speculation.adapt import (
     make_policy,
     prior_policy,
     sort_of,
+    worth_looking,
 )
 
 REACH = [[0.6, 0.35, 0.2], [0.8, 0.55]]
@@ -50,10 +50,10 @@ def run(chance, cycles: int):
 
     def cycle(carry, draws):
         belief, made = carry
-        worth = choose(POLICY, belief, made, ints(1000), live) > 0
+        worth = worth_looking(POLICY, belief, made, ints(1000), live)
         belief = learn_sure(belief, SURE[:, None], worth[None, None])
         belief = account_look(POLICY, belief, live & worth)  # in every cycle that looks: the worst case
-        choice = jnp.where(worth, choose_sure(POLICY, belief, SURE, made, ints(1000), live), 0)
+        choice = jnp.where(worth, choose(POLICY, belief, SURE, made, ints(1000), live), 0)
         hits = (draws < chance) & (jnp.arange(3) < levels[choice])
         accepted = jnp.sum(jnp.cumprod(hits.astype(jnp.int32)), dtype=jnp.int32)[None]
         belief = learn_accepted(POLICY, belief, choice, SURE, accepted, live)
@@ -111,9 +111,9 @@ def test_right_guesses_bring_speculation_back():
     for _ in range(6):
         belief = learn_accepted(POLICY, belief, jnp.int32(1), SURE, ints(0), live)
     rich = ints(1000)  # what it may lose is not what decides here
-    assert int(choose(POLICY, belief, rich, room, live)) == 0
-    assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(0), ints(8)), rich, room, live)) == 0
-    assert int(choose(POLICY, learn_guesses(POLICY, belief, ints(7), ints(8)), rich, room, live)) > 0
+    assert not worth_looking(POLICY, belief, rich, room, live)
+    assert not worth_looking(POLICY, learn_guesses(POLICY, belief, ints(0), ints(8)), rich, room, live)
+    assert worth_looking(POLICY, learn_guesses(POLICY, belief, ints(7), ints(8)), rich, room, live)
     same = learn_guesses(POLICY, belief, ints(0), ints(0))
     np.testing.assert_array_equal(same.difficulty, belief.difficulty)
 
@@ -127,19 +127,21 @@ def test_right_guesses_lend_credit_to_a_slot_that_has_lost_all_of_it():
     made = ints(4)
     assert 4 - (1 - SHARE) * float(belief.spent[0]) + float(belief.credit[0]) < 0
     promising = lambda right: learn_guesses(POLICY, belief, ints(right), ints(8))
-    assert int(choose(POLICY, promising(8), made, room, live)) > 0
+    assert worth_looking(POLICY, promising(8), made, room, live)
     np.testing.assert_allclose(promising(8).credit, ALLOWANCE + 8 * PER_GUESS, rtol=1e-6)
-    assert int(choose(POLICY, promising(1), made, room, live)) == 0
+    assert not worth_looking(POLICY, promising(1), made, room, live)
     # good guesses without credit are not enough
     poor = dataclasses.replace(promising(8), credit=belief.credit)
-    assert int(choose(POLICY, poor, made, room, live)) == 0
+    assert not worth_looking(POLICY, poor, made, room, live)
 
 
 def test_no_look_where_no_tree_could_follow():
     """Looks that end in nothing would use up what windows bring back: a slot short of credit would look for ever and grow nothing."""
     live, room = jnp.ones((1,), bool), ints(1000)
     cheapest, look = 0.3, float(POLICY.look)
-    at = lambda credit, looked: int(choose(POLICY, fresh_belief(1, 3, credit=credit), ints(0), room, live, looked))
+    at = lambda credit, looked: int(
+        worth_looking(POLICY, fresh_belief(1, 3, credit=credit), ints(0), room, live, looked)
+    )
     assert at(cheapest + look + 0.01, False) > 0
     assert at(cheapest + look / 2, False) == 0 and at(cheapest + look / 2, True) > 0
     assert at(cheapest - 0.01, True) == 0
@@ -151,10 +153,10 @@ def test_one_choice_for_the_sum_of_the_live_slots():
     for _ in range(8):
         belief = learn_accepted(POLICY, belief, jnp.int32(1), jnp.full((3,), 0.99), bad, jnp.ones((3,), bool))
     rich, room = ints(500, 500, 500), ints(99, 99, 99)
-    pick = lambda *live: int(choose(POLICY, belief, rich, room, jnp.asarray(live)))
+    pick = lambda *live: int(worth_looking(POLICY, belief, rich, room, jnp.asarray(live)))
     assert pick(True, True, False) == 0 and pick(False, False, True) > 0
     # with one token to go there is nothing to win
-    assert int(choose(POLICY, belief, rich, ints(1, 1, 1), jnp.asarray([False, False, True]))) == 0
+    assert not worth_looking(POLICY, belief, rich, ints(1, 1, 1), jnp.asarray([False, False, True]))
     # slots that are done learn nothing and pay nothing
     before = belief.difficulty
     after = learn_accepted(POLICY, belief, jnp.int32(1), jnp.full((3,), 0.99), bad, jnp.zeros((3,), bool))
@@ -172,17 +174,17 @@ def test_a_cycle_is_as_long_as_the_draft_is_sure():
     chains = make_policy([[0.7, 0.5, 0.35], [0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08]], [1.7, 2.4], 0.3, 0.1, 0.7)
     live, rich, room = jnp.ones((1,), bool), ints(1000), ints(1000)
     pick = lambda sure, room=room, tables=chains: int(
-        choose_sure(tables, fresh_belief(1, 3), jnp.asarray([sure]), rich, room, live)
+        choose(tables, fresh_belief(1, 3), jnp.asarray([sure]), rich, room, live)
     )
     choices = [pick(sure) for sure in MIDDLES]
     assert choices == sorted(choices) and set(choices) == {0, 1, 2}
     assert pick(0.99, ints(1)) == 0  # one token to go
     assert pick(0.99, tables=dataclasses.replace(chains, forced=jnp.int32(1))) == 1
     # a tree that is not affordable is not grown, however sure the draft
-    assert int(choose_sure(chains, fresh_belief(1, 3, credit=0.0), jnp.asarray([0.99]), ints(0), room, live)) == 0
+    assert int(choose(chains, fresh_belief(1, 3, credit=0.0), jnp.asarray([0.99]), ints(0), room, live)) == 0
     # of two slots the surer one may decide for both, one that is done does not
     two, belief = jnp.asarray([0.05, 0.99]), fresh_belief(2, 3)
-    both = lambda *live: int(choose_sure(chains, belief, two, ints(99, 99), ints(99, 99), jnp.asarray(live)))
+    both = lambda *live: int(choose(chains, belief, two, ints(99, 99), ints(99, 99), jnp.asarray(live)))
     assert both(True, False) == 0 and both(False, True) == 2
 
 
