@@ -18,7 +18,8 @@ tree would have saved. The draft's run over a full window is counted too but can
 good.
 
 Everything a choice depends on is the same on all devices of a model axis: accepted counts are integers they agree on, the tables are
-arguments given alike to all, sums are elementwise and over fixed axes. Shards of the data axis choose each for their own slots; no
+arguments given alike to all, sums are elementwise and over fixed axes. How sure the draft is rests, like the tokens it drafts, on summed
+features that are the same bits on all of them. Shards of the data axis choose each for their own slots; no
 collective crosses that axis, so they may differ.
 """
 
